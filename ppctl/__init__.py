@@ -5,7 +5,7 @@
     state = pipe.init(seed=0)
     state, metrics = pipe.step(state, batch)
 
-Names are loaded when they are used: drawing a schedule starts no JAX.
+Names are loaded on first use: drawing a schedule does not import JAX.
 """
 
 from importlib import import_module
@@ -105,7 +105,7 @@ _HOMES = {  # public names by module
     "training.pipeline.unpipelined.verify_pipeline": "Verification verify",
     "training.run.saved_run": "SavedRun load_run",
 }
-_RENAMED = {  # public names of another name inside
+_RENAMED = {  # public names that differ from the names inside ppctl
     "build_schedule": "schedule.families.registry.build",
     "read_schedule": "config.schedule_from_config.read",
 }
@@ -127,7 +127,7 @@ def _html_of(schedule: Schedule) -> str:
     return import_module("ppctl.reports.charts.draw_schedule").schedule_html(schedule)
 
 
-Schedule.html = staticmethod(_html_of)  # schedules, below the reports, know no charts
+Schedule.html = staticmethod(_html_of)  # set here, because ppctl.schedule must not import reports
 
 
 def __dir__() -> list[str]:

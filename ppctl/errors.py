@@ -1,6 +1,4 @@
-"""The errors a user can meet. Each is one line: the values, the equation that fails, and the
-remedy.
-"""
+"""Errors for users. Each message is one line: the values, the failed equation, and the remedy."""
 
 import difflib
 import re
@@ -8,12 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-# Kinds of what ends a command and is no error of these classes, as `--json` names them.
+# Names in `--json` for ends of a command other than the error classes below.
 INTERRUPTED, OUTPUT, BUG = "interrupted", "output", "bug"
-REMEDY = re.compile(  # a sentence that tells what to do, and what follows it
-    r"(?<=[.?:)] )(?:(?:Add|Choose|Copy|Delete|Did you "
-    r"mean|Drop|End|Free|Give|Go|Install|Leave|Let|Lower|Make|Move"
-    r"|Name|Please|Raise|Restore|Round|Say|Set|Start|Try|Use|Write)\b|`ppctl ).*"
+REMEDY = re.compile(  # the sentence with the remedy, and all text after it
+    r"(?<=[.?:)] )(?:(?:Add|Call|Choose|Copy|Delete|Did you "
+    r"mean|Drop|End|Free|Give|Go|Install|Leave|Let|Look|Lower|Make|Move"
+    r"|Name|Please|Raise|Remove|Restore|Round|Say|Set|Start|Try|Use|Write)\b|`ppctl ).*"
 )
 
 
@@ -23,10 +21,10 @@ Writer = Callable[[str, object, str | None], str]  # takes the arguments of `set
 
 
 def setting(name: str, value: object = None, argument: str | None = None) -> str:
-    """Return a setting in the words of a message's reader, with its value if that is given.
+    """Return a setting, and its value if any, as the reader of a message would write it.
 
-    argument: the words of the Python API, where these are not the last part of the name and the
-    value. Messages of `ppctl.cli` and `ppctl.config` name settings directly.
+    argument: the form in the Python API, if it is not the last part of the name with the value.
+    Messages of `ppctl.cli` and `ppctl.config` write settings directly.
 
     >>> setting("mesh.tp", 2)
     'tp=2'
@@ -38,27 +36,27 @@ def setting(name: str, value: object = None, argument: str | None = None) -> str
 
 
 def as_argument(name: str, value: object, argument: str | None) -> str:
-    """Return an argument of the Python API."""
+    """Return `NAME=VALUE` as an argument of the Python API, or `argument` if given."""
     return argument or as_setting(name.rpartition(".")[2], value)
 
 
 def as_setting(name: str, value: object, argument: str | None = None) -> str:
-    """Return a setting of the command line."""
+    """Return `PART.NAME=VALUE`, as typed on the command line."""
     return name if value is None else f"{name}={value}"
 
 
 def as_option(name: str, value: object, argument: str | None) -> str:
-    """Return an option of a command without settings."""
+    """Return `--NAME VALUE`, for a command that has options instead of settings."""
     option = f"--{name.rpartition('.')[2].replace('_', '-')}"
     return option if value is None else f"{option} {value}"
 
 
-_writers: list[Writer] = [as_argument]  # shared by all threads: files are read in several
+_writers: list[Writer] = [as_argument]  # shared by all threads, because several read files
 
 
 @contextmanager
 def written_as(writer: Writer) -> Iterator[None]:
-    """Let `setting` write names by `writer` in the body, or in a decorated function."""
+    """Make `setting` use `writer` in the body, or in a decorated function."""
     _writers.append(writer)
     try:
         yield
@@ -70,12 +68,12 @@ def written_as(writer: Writer) -> Iterator[None]:
 
 
 def nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    """Return up to three of `names` that look like `word`, nearest first."""
+    """Return up to three of `names` that resemble `word`, nearest first."""
     return difflib.get_close_matches(word, list(names), n=3, cutoff=cutoff)
 
 
 def suggested(names: Sequence[str]) -> str:
-    """Return ' Did you mean ...?' with these names, or nothing without any.
+    """Return ' Did you mean ...?' with these names, or '' without names.
 
     >>> suggested(nearest("trian", ["train", "verify"])), suggested([])
     (' Did you mean train?', '')
@@ -88,16 +86,17 @@ def one_line(error: object) -> str:
 
 
 class PpctlError(Exception):
-    """A request that cannot be served. The command line prints it without a traceback and exits
-    with `exit_code`.
+    """A request that ppctl cannot serve: the base class of its errors.
+
+    The command line prints the message without a traceback and exits with `exit_code`.
     """
 
     exit_code = 2
-    kind = "request"  # as `--json` names it; docs/command-line.md lists them
+    kind = "request"  # name in `--json`; docs/command-line.md lists all
 
 
 class ConfigError(PpctlError):
-    """A setting, or a combination of settings, that is impossible."""
+    """An impossible setting, or an impossible combination of settings."""
 
     kind = "config"
 
@@ -109,13 +108,13 @@ class ScheduleError(PpctlError):
 
 
 class DataError(PpctlError):
-    """A data set that is missing, too small, or not what its config says."""
+    """A data set that is missing, too small, or different from its config."""
 
     kind = "data"
 
 
 def missing_package(what: str, package: str, extra: str) -> DataError:
-    """Return the error of a feature whose optional package is not installed."""
+    """Return the error for a feature whose optional package is not installed."""
     return DataError(
         f"{what} needs {package}, which is not installed. Install it: pip install 'ppctl[{extra}]'."
     )
@@ -128,7 +127,7 @@ class CheckpointError(PpctlError):
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint whose files are not all that was saved."""
+    """A checkpoint with missing or changed files."""
 
     def __init__(self, step: int, what: str, remedy: str):
         super().__init__(f"{what}. {remedy}")
@@ -136,20 +135,20 @@ class DamagedError(CheckpointError):
 
 
 class SaveError(CheckpointError):
-    """A checkpoint that could not be written; those before it are as they were."""
+    """A checkpoint that could not be written; earlier checkpoints are unchanged."""
 
     kind = "save"
 
 
 class NonFiniteError(PpctlError):
-    """Training met a loss or gradient that is not finite and stopped."""
+    """Training stopped at a loss or gradient that is not finite."""
 
     kind = "non_finite"
-    exit_code = 4  # not that of a bug: starting again would meet it again
+    exit_code = 4  # not a bug's exit code: a restart would stop at the same step
 
 
 class SkippedError(NonFiniteError):
-    """Too many steps in a row were skipped; the state before them is good, and is saved."""
+    """Too many steps in a row were skipped; the state before them is valid and saved."""
 
 
 class LostError(PpctlError):
@@ -160,7 +159,7 @@ class LostError(PpctlError):
 
 
 class DeclinedError(PpctlError):
-    """The user was asked, and said no."""
+    """The user answered no at a prompt."""
 
     kind = "declined"
     exit_code = 1
@@ -171,12 +170,11 @@ class AgreedError(ConfigError):
 
 
 class ElsewhereError(PpctlError):
-    """The error that ends this process is printed by another one of the run, and not here."""
+    """Raised where another process of the run has already printed the error."""
 
 
 def error_document(kind: str, message: str) -> dict[str, dict[str, Any]]:
-    """Return what `--json` prints of an error: its kind, its whole message, and the part of that
-    which is the remedy.
+    """Return the document that `--json` prints for an error: kind, message, and remedy if any.
 
     >>> error_document("config", "mesh.pp=0 must be at least 1. Use mesh.pp=1.")["error"]["remedy"]
     'Use mesh.pp=1.'

@@ -1,4 +1,4 @@
-"""Files and texts from outside, taken in one way: plain files, never waited for, as UTF-8."""
+"""Reading of users' files: only plain files, which never block, and only UTF-8."""
 
 import codecs
 import errno
@@ -7,13 +7,13 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-MOST_BYTES = 2**28  # a file read whole; a timeline of a million tasks has a quarter of that
-PIECE = 2**20  # bytes
+MOST_BYTES = 2**28  # largest file to read whole: 4 times a timeline of a million tasks
+PIECE = 2**20  # bytes per read
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """Return a plain file, open for reading. OSError for others: a pipe may never give a byte."""
+    """Open a plain file for reading. OSError for other kinds: a pipe could block forever."""
     number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(number).st_mode
     if (kind := _kind(mode)) is not None:
@@ -23,7 +23,7 @@ def open_file(path: str | Path) -> BinaryIO:
 
 
 def why_not_plain(path: str | Path) -> str | None:
-    """Return why a path is no plain file; None for one."""
+    """Return the reason why a path is not a plain file; None if it is."""
     try:
         return _kind(os.stat(path).st_mode)
     except (OSError, ValueError) as error:
@@ -37,14 +37,14 @@ def _kind(mode: int) -> str | None:
         return "Is a directory"
     is_device = stat.S_ISCHR(mode) or stat.S_ISBLK(mode)
     kind = "a FIFO" if stat.S_ISFIFO(mode) else "a device" if is_device else "a socket"
-    return f"No plain file but {kind}"
+    return f"Not a plain file but {kind}"
 
 
 def read_file(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
-    """Return the bytes of a plain file. OSError for all else, and for one that is larger."""
+    """Return the bytes of a plain file. OSError for other kinds of file, and above most_bytes."""
     with open_file(path) as file:
         is_small = os.fstat(file.fileno()).st_size <= most_bytes
-        content = bytearray()  # by pieces: a read of n bytes allocates n, however short the file
+        content = bytearray()  # in pieces: a read of n bytes allocates n, however short the file
         while is_small and len(content) <= most_bytes and (piece := file.read(PIECE)):
             content += piece
     if not is_small or len(content) > most_bytes:
@@ -53,18 +53,21 @@ def read_file(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: str | Path, most_bytes: int = MOST_BYTES) -> str:
-    """Return the text of a plain UTF-8 file without byte order mark. OSError for all else."""
+    """Return the text of a plain UTF-8 file, without its byte order mark if it has one.
+
+    OSError for other kinds of file, other encodings, and above most_bytes.
+    """
     content = read_file(path, most_bytes)
     if content.startswith(UTF_16):
         raise OSError(errno.EILSEQ, "It is UTF-16: write it as UTF-8")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise OSError(errno.EILSEQ, f"It is no UTF-8 text: {error.reason}") from error
+        raise OSError(errno.EILSEQ, f"It is not UTF-8 text: {error.reason}") from error
 
 
 def lines_of_text(text: str) -> list[str]:
-    r"""Return the lines of a text, which end at \n or \r\n and at no other character.
+    r"""Return the lines of a text, split only at \n and \r\n.
 
     >>> lines_of_text("a\u2028b\r\nc\n")
     ['a\u2028b', 'c']
@@ -74,9 +77,9 @@ def lines_of_text(text: str) -> list[str]:
 
 
 def check_text(text: str) -> None:
-    """Raise ValueError for a text that UTF-8 cannot hold."""
+    """Raise ValueError for a text that UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        what = "holds half of a pair of surrogates, which UTF-8 cannot hold"
+        what = "holds half of a surrogate pair, which UTF-8 cannot encode"
         raise ValueError(what) from error

@@ -1,4 +1,4 @@
-"""`python -m ppctl.cli`: what the jobs of a sweep run."""
+"""`python -m ppctl.cli`: the command line, as the jobs of a sweep start it."""
 
 from ppctl.cli import console_script
 

@@ -1,6 +1,7 @@
-"""The options and settings of `conf/`, `recipes/` and `config/`, and messages on wrong ones.
+"""Options of conf/ and recipes/, settings of config/, and the messages for wrong ones.
 
-A new option or setting needs no line here. Standard library only: `ppctl --help` loads no Hydra.
+New options and settings need no line in this file. Standard library only: `ppctl --help` loads no
+Hydra.
 """
 
 import dataclasses
@@ -23,27 +24,27 @@ from ppctl.errors import nearest, suggested
 from ppctl.schedule.families.registry import also_called
 from ppctl.schedule.mesh_axes import AXES, TEXT_AXES
 
-# the parts with one class each
+# parts with one class each
 PLAIN = {cls.__name__.lower(): cls for cls in (Run, Launch, Verify, Plan, Tune, Inspect, Costs)}
-# the parts that are chosen by name
+# parts with several options, chosen by name
 PARTS = tuple(f.name for f in dataclasses.fields(Config) if f.name not in PLAIN)
 GROUPS = (*PARTS, "recipes")
-DRAWN = ("mesh", "schedule", "costs")  # the parts that `ppctl schedule` depends on
-MESH_EXAMPLES = ("1x2", "1x4", "1x8", "2x2", "2x4", "2x4x2")  # for listings, of any sizes
-# groups of Hydra's, and the settings of their options
+DRAWN = ("mesh", "schedule", "costs")  # parts that `ppctl schedule` reads
+MESH_EXAMPLES = ("1x2", "1x4", "1x8", "2x2", "2x4", "2x4x2")  # examples in listings; any sizes work
+# Hydra's groups, and the settings class of each option
 SWEEP_PARTS: dict[str, dict[str, type]] = {
     "hydra.launcher": {"ppctl": SideBySide, "submitit_slurm": SubmititSlurm},
     "hydra.sweeper": {"ppctl": Combinations, "optuna": Search},
 }
-# text without quotes in Hydra
+# text that needs no quotes in Hydra's grammar
 PLAIN_TEXT = re.compile(r"(?!(true|false|null|nan|inf)$)[A-Za-z_/][\w./-]*", re.IGNORECASE)
-REQUIRED = "???"  # as Hydra writes that a setting has no default
+REQUIRED = "???"  # Hydra's mark of a setting without a default
 
 
 class Setting(NamedTuple):
     key: str
     default: object
-    about: str  # its comment in config/, or the metadata of its field
+    about: str  # comment in config/, or metadata of the field
 
 
 def options(group: str) -> list[str]:
@@ -65,13 +66,13 @@ def default_option(group: str) -> str:
 
 
 def schemas() -> dict[str, type]:
-    """Return the dataclasses of config/ by the name that files in conf/ give them."""
+    """Return the dataclasses of config/ by lower-case name: /schema_NAME in the files of conf/."""
     classes = (cls for _, cls in inspect.getmembers(config, inspect.isclass) if cls is not Config)
     return {cls.__name__.lower(): cls for cls in classes if dataclasses.is_dataclass(cls)}
 
 
 def schema_of(group: str, option: str) -> type:
-    """Return the dataclass behind a shipped option of a part."""
+    """Return the dataclass of a shipped option of a part."""
     if group == "mesh":
         return Mesh
     if group in SWEEP_PARTS:
@@ -81,7 +82,9 @@ def schema_of(group: str, option: str) -> type:
 
 
 def settings_of(prefix: str, cls: type) -> dict[str, Setting]:
-    """Return the settings of a part, nested ones included, except `name`, which its choice sets.
+    """Return the settings of a part of the config by key, nested ones included.
+
+    `name` is left out: PART=OPTION sets it.
 
     >>> settings_of("mesh", Mesh)["mesh.pp"].default
     1
@@ -122,7 +125,7 @@ def _comments(cls: type) -> dict[str, str]:
 
 
 def all_settings() -> dict[str, Setting]:
-    """Return every setting of every shipped option; of a shared key the default option's."""
+    """Return every setting of every shipped option; for a shared key, the default option's."""
     found: dict[str, Setting] = {}
     for part, cls in PLAIN.items():
         found |= settings_of(part, cls)
@@ -136,7 +139,7 @@ def all_settings() -> dict[str, Setting]:
 
 
 def did_you_mean(word: str, names: Iterable[str], before: str = "") -> str:
-    """Return ' Did you mean ...?' with the names also called `word`, or the nearest, or nothing.
+    """Return ' Did you mean ...?' with names that have the alias `word`, or the nearest, else ''.
 
     >>> did_you_mean("trian", ["train", "verify"])
     ' Did you mean train?'
@@ -147,7 +150,7 @@ def did_you_mean(word: str, names: Iterable[str], before: str = "") -> str:
 
 
 def wrong_option(group: str, option: str, names: Iterable[str]) -> str:
-    """Return the message on an option that `group` does not have; `names` are those it has.
+    """Return the message for an unknown option of `group`, whose options are `names`.
 
     >>> wrong_option("optim", "adam", ["adamw"])
     'optim=adam is not an option of optim. Did you mean optim=adamw? (optim: adamw)'
@@ -172,7 +175,7 @@ def wrong_option(group: str, option: str, names: Iterable[str]) -> str:
 
 
 def _is_typo(word: str, name: str) -> bool:
-    """Return whether a word is a name mistyped or begun, not the name of something else.
+    """Return whether `word` is a misspelling or a prefix of `name`, not another version or size.
 
     >>> _is_typo("mistral", "mistral_7b"), _is_typo("mixtral_8x7b", "mistral_7b")
     (True, False)
@@ -185,9 +188,9 @@ def _is_typo(word: str, name: str) -> bool:
 
 
 def unknown_key(key: str, chosen: Mapping[str, tuple[str, type]]) -> str:
-    """Return the message on a key that no chosen part has.
+    """Return the message for a key that is not a setting of any chosen part.
 
-    chosen: the option and dataclass of each part.
+    chosen: (option, dataclass) of each part.
 
     >>> unknown_key("mesh.ppp", {"mesh": ("2x4", Mesh)})
     'mesh.ppp is not a setting of mesh=2x4. Did you mean mesh.pp? (settings: dp, pp, ..., order)'
@@ -203,7 +206,7 @@ def unknown_key(key: str, chosen: Mapping[str, tuple[str, type]]) -> str:
     if part is None:
         hint = did_you_mean(head, [*GROUPS, *PLAIN]) or _alike(key, {})
         return f"{head} is not a part of the config.{hint} (parts: {', '.join([*GROUPS, *PLAIN])})"
-    # 2. keys below a setting
+    # 2. keys nested in a setting, as in model.options.NAME
     option, cls = chosen[part]
     known, label = settings_of(part, cls), f"{part}={option}" if option else part
     if (above := part_of(key, known)) is not None:
@@ -218,12 +221,12 @@ def unknown_key(key: str, chosen: Mapping[str, tuple[str, type]]) -> str:
 
 
 def part_of(key: str, parts: Iterable[str]) -> str | None:
-    """Return the part that a key lies in, or is; None if in none of them."""
+    """Return the part that contains `key` or equals it, else None."""
     return next((part for part in parts if f"{key}.".startswith(f"{part}.")), None)
 
 
 def _alike(key: str, known: Iterable[str]) -> str:
-    """Return ' Did you mean ...?' with a setting of a similar last word, of `known` if any."""
+    """Return ' Did you mean ...?' with a setting whose last word is equal or similar, else ''."""
     last = lambda names: {name.rpartition(".")[2]: name for name in names}  # noqa: E731
     bad, own, others = key.rpartition(".")[2], last(known), last(all_settings())
     found = [bad] * (bad in others) or nearest(bad, own, 0.5) or nearest(bad, others, cutoff=0.75)
@@ -234,7 +237,7 @@ def _alike(key: str, known: Iterable[str]) -> str:
 
 
 def request_words(composed: Mapping[str, Any]) -> list[str]:
-    """Return the overrides by which the parts of a composed config differ from the defaults."""
+    """Return the overrides that turn the defaults into the parts of a composed config."""
     words: list[str] = []
     for part in (*PARTS, *PLAIN):
         if part == "mesh" and part in composed:
@@ -251,20 +254,20 @@ def _mesh_words(values: Mapping[str, Any]) -> list[str]:
 
 
 def _part_words(part: str, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield GROUP=OPTION, and SETTING=VALUE for values other than the option's and the class's."""
+    """Yield GROUP=OPTION, then SETTING=VALUE for each value that differs from its default."""
     import yaml
 
-    # 1. the option, and what its file states
+    # 1. the option, and the values that its file states
     cls, stated = PLAIN.get(part), dict[str, Any]()
     if cls is None:
         option = values["name"]
         if option != default_option(part):
             yield f"{part}={option}"
         if option not in options(part):
-            return  # a --config-dir file holds its settings
+            return  # its settings are in a file of --config-dir
         cls = schema_of(part, option)
         stated = yaml.safe_load((ROOT / f"conf/{part}/{option}.yaml").read_text(encoding="utf-8"))
-    # 2. other values
+    # 2. the values that differ from the file's and the defaults
     for key, setting in settings_of(part, cls).items():
         value, usual = _below(values, key), _below(stated, key)
         usual = setting.default if usual is None else usual
@@ -285,7 +288,7 @@ def _below(values: Any, key: str) -> Any:
 
 
 def _is_same(value: Any, usual: Any) -> bool:
-    if isinstance(value, float) and isinstance(usual, str):  # YAML 1.1 takes 1e12 for text
+    if isinstance(value, float) and isinstance(usual, str):  # YAML 1.1 reads 1e12 as text
         return value == float(usual)
     return value == usual
 
@@ -304,6 +307,6 @@ def value_text(value: object) -> str:
         return f"{{{','.join(f'{key}:{value_text(each)}' for key, each in value.items())}}}"
     if not isinstance(value, str) or PLAIN_TEXT.fullmatch(value):
         return str(value)
-    escaped = re.sub(r'(\\*)"', r'\1\1\\"', value)  # only before a quote is a backslash special
+    escaped = re.sub(r'(\\*)"', r'\1\1\\"', value)  # a backslash is special only before a quote
     escaped = re.sub(r"(\\+)$", r"\1\1", escaped)
     return '"' + escaped.replace("${", r"\${") + '"'

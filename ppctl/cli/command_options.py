@@ -1,4 +1,4 @@
-"""The options of commands, everything that is not GROUP=OPTION or SETTING=VALUE, and their help."""
+"""Options of commands, besides GROUP=OPTION and SETTING=VALUE, and the texts of their help."""
 
 import argparse
 import textwrap
@@ -21,7 +21,7 @@ from ppctl.cli.commands import COMMANDS
 from ppctl.config.changed_settings import shown
 from ppctl.errors import ConfigError
 
-APPLIES_TO = {  # commands of a part or a setting; any other applies to all of them
+APPLIES_TO = {  # commands that read a part or setting; all commands read the others
     "hardware": ("train", "plan", "rehearse", "tune", "doctor"),
     "launch": ("train", "doctor"),
     "verify": ("verify",),
@@ -74,35 +74,35 @@ COMMAND_NOTES = """\
 Groups (the first option is the default):
 {groups}
 
-Settings most used, with defaults (all of a part: ppctl {command} --help model; all: --cfg job):
+Most used settings, with defaults (all of a part: ppctl {command} --help model; all: --cfg job):
 {settings}"""
-# for `ppctl examples` and the help of each command: a comment and a command, which a test composes
+# pairs of a comment and a command, for `ppctl examples` and the help; a test composes each command
 _EXAMPLES = """\
 # train a small model on this machine, without an accelerator, in seconds
 ppctl train recipes=tiny
-# go on with it after Ctrl-C or a crash, or for more steps
+# resume it after Ctrl-C or a crash, or train it for more steps
 ppctl train recipes=tiny run.num_steps=60
-# see which runs there are, and how they ended
+# list the runs and how they ended
 ppctl runs
-# end a run from another terminal, saved
+# save and end a run from another terminal
 ppctl stop tiny
-# see those that ended alike together, the newest first
+# list the runs by status, the newest first
 ppctl runs --sort status,started:desc
-# look at a run, or compare several, on a page to send to others
+# write a page on a run, or on several compared, to send to others
 ppctl report tiny
-# train on a text of your own
+# train on your text
 ppctl train data=text data.path=notes.txt run.name=notes run.num_steps=1000
 # train a tokenizer on it, for data.tokenizer=tokenizer
 ppctl tokenize notes.txt --vocab-size 4096 --out tokenizer
-# take a model of Hugging Face's format, or a GGUF file, to train it on
+# import a model of Hugging Face's format, or a GGUF file, to train it further
 ppctl import DIR --out runs/imported
-# give a model that you trained to others, for transformers
+# export a trained model for transformers
 ppctl export tiny --out exported
-# let a model go on with a text
+# let a model continue a text
 ppctl generate tiny --prompt "import " --max-tokens 100 --temperature 0
-# know how likely a model finds a text
+# measure the perplexity of a text
 ppctl evaluate tiny data=text data.path=notes.txt
-# know which of several answers it finds likeliest
+# measure how often the model finds the right answer likeliest
 ppctl evaluate tiny --choices questions.jsonl
 # write a custom model and data set to start from, with a recipe that trains them
 ppctl init mine
@@ -110,35 +110,35 @@ ppctl init mine
 ppctl init mine --network
 # look at a schedule before choosing it
 ppctl schedule show schedule=zb_h1 mesh=1x4
-# compare all of them, with assumed costs
+# compare all schedules, with assumed costs
 ppctl schedule list mesh=1x8 schedule.num_microbatches=32 costs.transfer_s=0.1
-# see how the bubble falls with microbatches
+# see how the bubble shrinks with more microbatches
 ppctl schedule curves schedule=1f1b --ranks 2,4,8,16 --microbatches 1-64
 # compare schedules on your number of ranks and microbatches
 ppctl schedule compare gpipe 1f1b interleaved zb_v mesh=1x8 schedule.num_microbatches=32
-# know beforehand how long a step takes and whether it fits
+# predict how long a step takes and whether it fits in memory
 ppctl plan mesh=2x4 schedule=1f1b hardware=h100 data.batch_size=64
-# know it from the ranks' own work, with one accelerator for eight
+# predict it from ranks that run one by one, with one accelerator for eight
 ppctl rehearse mesh=1x8 schedule=zb_v model.num_layers=16
-# let it find the fastest layout for the devices you have
+# find the fastest layout for your devices
 ppctl tune hardware=h100 tune.devices=64 data.batch_size=512
-# know it for TPUs that are not attached, by their own compiler
+# predict a step on TPUs that are not attached, with their compiler
 ppctl plan mesh=4x4 data.batch_size=64 plan.topology=v5e:4x4
-# try several settings, each in a run of its own
+# try several settings, each in a separate run
 ppctl train --multirun recipes=tiny run.name=sweep schedule=gpipe,1f1b optim.lr=1e-3,3e-3
-# be sure that the pipeline trains the same model
+# check that the pipeline trains the same model
 ppctl verify recipes=tiny schedule=1f1b
-# be sure of it with layers divided by hand, in float64
+# check it with layers divided by hand, in float64
 ppctl verify mesh=1x4 schedule=1f1b partition=explicit partition.layers=[3,2,2,1]
 # compare the time and memory of a step with those of the un-pipelined model
 ppctl bench mesh=1x4 schedule=gpipe
-# check that a machine can train before you leave it alone
+# check that a machine can train before you start a long run
 ppctl doctor mesh=2x4
-# train with several processes that start again after a crash
+# train with several processes that restart after a crash
 ppctl train recipes=tiny launch.processes=2 launch.max_restarts=3
-# look into the program before it runs: the tasks of each rank in every tick, and transfers
+# look at the program before it runs: the tasks of each rank in every tick, and transfers
 ppctl inspect mesh=1x4 schedule=eager_1f1b
-# record what every rank does when, for xprof and Perfetto
+# record a trace of every rank, for xprof and Perfetto
 ppctl train recipes=tiny run.profile=10
 """
 _LINES = _EXAMPLES.splitlines()
@@ -153,10 +153,10 @@ def examples_of(command: str) -> list[str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Options of a command, anywhere among its words, with --json and --help among them.
+    """The options of a command, anywhere among its words; --json and --help are among them.
 
-    usage: the words after `ppctl COMMAND`; notes: printed after the first line of the help; words:
-    the attribute of the words that are no options, nargs of them. Errors are ConfigErrors.
+    usage: the text after `ppctl COMMAND`. notes: printed after the first line of the help. words:
+    the attribute with the words that are not options, nargs of them. Errors are ConfigErrors.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ def _is_for(command: str, key: str) -> bool:
 
 def _options_text(group: str) -> str:
     if group == "mesh":
-        sizes = "any DPxPP or DPxPPxFSDP: data-parallel rows x pipeline ranks x shards"
+        sizes = "any DPxPP or DPxPPxFSDP: data-parallel replicas x pipeline ranks x shards"
         return f"{default_option('mesh')} | {sizes}"
     if group == "recipes":
         return ", ".join(options(group)) + " (complete runs)"
@@ -278,7 +278,7 @@ def _options_text(group: str) -> str:
 
 
 def _part_help(word: str) -> str:
-    """Return all settings of a part, for each of its options unless `word` names one."""
+    """Return the settings of a part, for each of its options unless `word` names one."""
     # 1. the part, and its options
     key, _, option = word.replace("hydra/", "hydra.").partition("=")
     parts = (*PARTS, *PLAIN, *SWEEP_PARTS)
@@ -291,7 +291,7 @@ def _part_help(word: str) -> str:
     names = [option or default_option(part)] if option or part == "mesh" else options(part)
     if part != "mesh" and not set(names) <= set(options(part)):
         raise ConfigError(choices.wrong_option(part, option, options(part)))
-    # 2. options with the same settings together
+    # 2. its settings, options with the same settings together
     alike: dict[type, list[str]] = {}
     for name in names:
         alike.setdefault(schema_of(part, name), []).append(name)

@@ -1,7 +1,7 @@
-"""Hydra's side of the command line: overrides in, a checked `Config` out.
+"""Compose overrides with Hydra into a checked `Config`.
 
-Added to Hydra: `mesh=AxB` of any sizes, `recipes/` as a group, and schemas of settings. Hydra
-composes only: `ppctl.cli.multirun` reads `hydra/launcher` and `hydra/sweeper` as settings.
+Added to Hydra: `mesh=AxB` with any sizes, the group `recipes`, and the schemas of settings. Hydra
+only composes: `ppctl.cli.multirun` reads `hydra/launcher` and `hydra/sweeper` as settings.
 """
 
 import dataclasses
@@ -45,13 +45,13 @@ USUAL_RANKS = int(default_option("mesh").split("x")[TEXT_AXES.index("pp")])
 class Composed(NamedTuple):
     """A composed config."""
 
-    config: DictConfig  # without Hydra's own settings
-    choices: dict[str, Any]  # the option of each group
-    states_ranks: bool  # whether an override does
+    config: DictConfig  # settings without the node `hydra`
+    choices: dict[str, Any]  # option of each group
+    states_ranks: bool  # whether an override sets mesh or mesh.pp
 
 
 def compose(overrides: list[str], config_dir: str | None = None) -> Config:
-    """Return the checked request. ConfigError for whatever is wrong."""
+    """Return the checked config of a request. ConfigError for any fault."""
     with composing(overrides, config_dir) as loader:
         return checked(
             without_hydra(
@@ -61,9 +61,9 @@ def compose(overrides: list[str], config_dir: str | None = None) -> Config:
 
 
 def compose_drawing(overrides: list[str], config_dir: str | None = None) -> ScheduleConfig:
-    """Return the checked request of `ppctl schedule`. ConfigError for whatever is wrong.
+    """Return the checked config of a request of `ppctl schedule`. ConfigError for any fault.
 
-    Only the parts that a schedule depends on are converted and checked; a recipe may leave others
+    Only mesh, schedule and costs are converted and checked: a recipe may leave other parts
     incomplete.
     """
     with composing(overrides, config_dir, drawing=True) as loader:
@@ -77,14 +77,14 @@ def compose_drawing(overrides: list[str], config_dir: str | None = None) -> Sche
 
 
 def checked(composed: Composed) -> Config:
-    """Return a composed config as checked dataclasses. ConfigError for whatever is wrong."""
+    """Return a composed config as checked dataclasses. ConfigError for any fault."""
     parts = _parts(composed, composed.config)
     if dataclasses.replace(parts["costs"], expert_imbalance=1.0) != Costs():
         raise ConfigError(f"costs of a recipe: {faults.ASSUMED}")
     config = Config(**parts)
     settings.check(config)
     if config.run.start_from is not None:
-        from ppctl.training.run.kept_tokenizer import with_start_tokenizer  # starts JAX
+        from ppctl.training.run.kept_tokenizer import with_start_tokenizer  # imports JAX
 
         config.data = with_start_tokenizer(config.run.start_from, config.data)
     return config
@@ -100,9 +100,9 @@ def _parts(composed: Composed, names: Iterable[Any]) -> dict[str, Any]:
 
 
 def without_hydra(composed: DictConfig) -> Composed:
-    """Return a composed config and its choices, Hydra's own settings dropped from it."""
+    """Return a composed config without the node `hydra`, and the options chosen."""
     choices = dict(composed.hydra.runtime.choices)
-    words = OmegaConf.to_container(composed.hydra.overrides.task)  # interpolations as they are
+    words = OmegaConf.to_container(composed.hydra.overrides.task)  # interpolations unresolved
     keys = {str(word).lstrip("+").partition("=")[0] for word in words or ()}
     with read_write(composed), open_dict(composed):
         del composed["hydra"]
@@ -113,9 +113,9 @@ def without_hydra(composed: DictConfig) -> Composed:
 def composing(
     overrides: list[str], config_dir: str | None, *, multirun: bool = False, drawing: bool = False
 ) -> Iterator[ConfigLoader]:
-    """Yield Hydra's loader for checked overrides; its errors in the body become ConfigErrors.
+    """Yield Hydra's loader for checked overrides; Hydra's errors in the body become ConfigErrors.
 
-    It reads conf/, recipes/ and config_dir, a directory of the user's.
+    The loader reads conf/, recipes/ and config_dir, the user's directory.
     """
     parsed = [faults.parse_override(text) for text in overrides]
     for override in parsed:
@@ -137,7 +137,7 @@ MESH_CHOICE = re.compile(rf"mesh/[1-9]\d*(x[1-9]\d*){{1,{len(TEXT_AXES) - 1}}}")
 
 
 class MeshSource(ConfigSource):
-    """The group `mesh`, of any sizes, made on request."""
+    """The group `mesh` of configs: makes `mesh=AxB` with any sizes on request."""
 
     @staticmethod
     def scheme() -> str:
@@ -164,7 +164,7 @@ class MeshSource(ConfigSource):
 
 
 class PpctlSearchPath(SearchPathPlugin):
-    """Searches conf/, meshes, the directory above recipes/, then that of --config-dir."""
+    """Hydra's search path: conf/, `MeshSource`, the parent of recipes/, then --config-dir."""
 
     config_dir: ClassVar[Path | None] = None  # Hydra makes the instances, without arguments
 
@@ -177,7 +177,7 @@ class PpctlSearchPath(SearchPathPlugin):
 
 @functools.cache
 def _register() -> None:
-    """Make schemas, source, search path, launchers and sweepers known to Hydra, once a process."""
+    """Register schemas, sources, search path, launchers and sweepers in Hydra, once per process."""
     store = ConfigStore.instance()
     for name, cls in schemas().items():
         store.store(name=f"schema_{name}", node=cls, provider="ppctl")
@@ -189,12 +189,11 @@ def _register() -> None:
         Plugins.instance().register(plugin)
 
 
-@functools.cache  # one class, however often it is registered
+@functools.cache  # the same class for every registration
 def _config_schema() -> type:
-    """Return `Config` as OmegaConf takes it.
+    """Return `Config` in a form that OmegaConf accepts.
 
-    A part that is chosen by name is of any class, and missing rather than config's default, so
-    that a group that was not chosen cannot hide.
+    A part with options may hold any class and has no default: a missing choice is an error.
     """
     parts: list[tuple[str, Any, Any]] = []
     for name, hint in typing.get_type_hints(Config).items():

@@ -1,10 +1,9 @@
 """The command line: `ppctl COMMAND [GROUP=OPTION ...] [SETTING=VALUE ...]`.
 
-`ppctl train mesh=1x4` goes from `main` to `_serve_composed`, which lets Hydra compose a `Config`
-(`ppctl.cli.compose`), and by `_run` to `ppctl.cli.commands.train`; with launch.processes=2 to
-`ppctl.launch.local_processes`, which starts such processes, and with --multirun to
-`ppctl.launch.sweep`, which starts such jobs. Nothing of JAX is imported before the request is known
-to be right, so that a wrong one is refused at once.
+`ppctl train mesh=1x4` goes from `main` to `_serve_composed`: Hydra composes a `Config`
+(`ppctl.cli.compose`), and `_run` calls `ppctl.cli.commands.train`. With launch.processes=2,
+`ppctl.launch.local_processes` starts the processes. With --multirun, `ppctl.launch.sweep` starts
+the jobs. JAX is imported only after the request is checked, so a wrong request fails at once.
 """
 
 import atexit
@@ -51,20 +50,20 @@ OF_SEVERAL_PROCESSES = ("train", "doctor")  # commands that may run in several p
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve a command line; return the exit code. `argv` is without the program's name."""
+    """Run the command line `argv` (default: sys.argv[1:]) and return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     try:
         with written_as(as_setting):
             code = _serve(argv)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # the reader of `ppctl ... | head` has gone
+    except BrokenPipeError:  # `ppctl ... | head`: the reader has closed the pipe
         _drop_output()
         return 128 + signal.SIGPIPE
     except ElsewhereError as error:
         return error.exit_code
     except PpctlError as error:
-        from ppctl.reports.foreign_files import printable  # files from elsewhere may be quoted
+        from ppctl.reports.foreign_files import printable  # the message may quote foreign files
 
         show_error(error.kind, printable(one_line(error)), argv)
         return error.exit_code
@@ -76,13 +75,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _show_unexpected(error: Exception, argv: list[str]) -> int:
-    """Print a full disk and a file without rights as such, others as a bug; return the code."""
+    """Print an unexpected error; return its exit code.
+
+    A full disk or a missing permission is reported as such, any other error as a bug.
+    """
     is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None
     if is_full and _drop_unwritable():
         show_error(OUTPUT, f"the output cannot be written: {os.strerror(errno.ENOSPC)}.", argv)
         return 1
     if isinstance(error, PermissionError) and error.filename is not None:
-        remedy = "Change its rights, or those of its directory."
+        remedy = "Change its permissions, or those of its directory."
         show_error(ConfigError.kind, f"{error.filename}: {error.strerror}. {remedy}", argv)
         return ConfigError.exit_code
     traceback.print_exc()
@@ -93,7 +95,7 @@ def _show_unexpected(error: Exception, argv: list[str]) -> int:
 
 
 def _drop_unwritable() -> bool:
-    """Return whether stdout cannot be written, as on a full disk; it is dropped then."""
+    """Return whether stdout is unwritable, as on a full disk; if so, redirect it to os.devnull."""
     try:
         sys.stdout.flush()
         os.write(sys.stdout.fileno(), b"\n")
@@ -104,31 +106,31 @@ def _drop_unwritable() -> bool:
 
 
 def _drop_output() -> None:
-    """Redirect stdout to nowhere: Python complains if its flush at the end fails."""
+    """Redirect stdout to os.devnull: Python complains if its flush at exit fails."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def console_script() -> NoReturn:
-    """Serve the command line of this process, and end it with the exit code."""
+    """Run the command line of this process and exit with its code."""
     code = 1
-    # Python 3.11 aborts where a thread of XLA's asks for the interpreter while that is torn down,
-    # once in thousands of runs: where JAX was, nothing is torn down. Registered before all others,
-    # this runs after them.
+    # Python 3.11 aborts, once in thousands of runs, if an XLA thread takes the interpreter lock
+    # during shutdown. So a process that imported JAX skips the shutdown. Registered first, this
+    # handler runs last.
     atexit.register(lambda: _leave(code) if "jax" in sys.modules else None)
     end_with_starter()
     signal.signal(signal.SIGINT, _end_at_once)
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by who started this process
+        if getattr(sys, name) is None:  # closed by the parent process
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 for the whole process
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a text that the terminal's encoding lacks
+    if isinstance(sys.stdout, io.TextIOWrapper):  # characters that the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     code = main()
     others = {*threading.enumerate()} - {threading.main_thread()}
     has_threads = not all(thread.daemon for thread in others)
     jax = sys.modules.get("jax")
     if has_threads or (jax is not None and jax.distributed.is_initialized()):
-        # Orbax's threads of a save that failed would hold up the exit for minutes, or for ever. So
-        # would JAX where this process leaves a run of several early: it would wait for the others.
+        # Orbax's threads of a failed save would delay the exit for minutes, or forever. So would
+        # JAX if this process leaves a run of several processes early: it waits for the others.
         _leave(code)
     sys.exit(code)
 
@@ -142,21 +144,21 @@ def _leave(code: int) -> NoReturn:
 
 
 def _end_at_once(number: int, frame: FrameType | None) -> None:
-    """Answer Ctrl-C until a command sets its own handler, as training does.
+    """Handle Ctrl-C until a command installs another handler, as training does.
 
-    JAX takes no KeyboardInterrupt: raised in its import it becomes an ImportError, in its garbage
-    collector's callback it is lost, while it compiles the process may crash when it exits.
+    JAX cannot handle a KeyboardInterrupt. During its import it becomes an ImportError, in its
+    garbage collector's callback it is lost, and during compilation the process may crash at exit.
     """
     if "jax" not in sys.modules:
         raise KeyboardInterrupt
     if os.isatty(2):
-        os.write(2, b"\x1b[?25h")  # a spinner hides the cursor
+        os.write(2, b"\x1b[?25h")  # show the cursor, which a spinner hides
     show_error(INTERRUPTED, "interrupted.", sys.argv, in_handler=True)
     os._exit(128 + number)
 
 
 def _serve(argv: list[str]) -> int:
-    """Return the exit code of a command line, whose errors are still exceptions."""
+    """Run a command line and return its exit code; errors are raised, not printed."""
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(overview())
         return 0
@@ -182,7 +184,7 @@ def _serve(argv: list[str]) -> int:
 
 def _serve_composed(command: str, options: Namespace) -> int:
     """Compose and check a command's config; run it in this process, in several or in jobs."""
-    # 1. requests that compose nothing
+    # 1. requests without a config
     if options.help:
         print(command_help(command, options.overrides))
         return 0
@@ -230,7 +232,7 @@ def _run(command: str, config: Config, options: Namespace) -> int:
         )
     if command == "train" and config.executor.ENGINE.is_pipelined:
         request = config.schedule
-        if request.name not in ("auto", "csv"):  # these need the model: others are refused at once
+        if request.name not in ("auto", "csv"):  # checked before JAX is imported
             build(request.name, config.mesh.pp, request.num_microbatches, **request.knobs())
     function = getattr(import_module(f"ppctl.cli.commands.{command}"), command)
     if command == "train":
@@ -253,15 +255,15 @@ def refuse_inapplicable(command: str, config: Config) -> None:
 
 
 def show_error(kind: str, message: str, words: Sequence[str], *, in_handler: bool = False) -> None:
-    """Print an error, as JSON too if `words`, the command line, request that.
+    """Print an error to stderr, and as JSON to stdout if `words`, the command line, have --json.
 
-    One of several processes, or a job, leaves the document to the process that started it.
-    in_handler: of a signal, which may have interrupted a write to Python's streams.
+    A child process or a job writes the JSON to a file for its parent instead. in_handler: called in
+    a signal handler, which may have interrupted a write to Python's streams.
     """
     _print(2, f"ppctl: {message}\n", in_handler=in_handler)
     document = error_document(kind, message)
     if not leave_error(document) and "--json" in words:
-        with suppress(OSError):  # the reader has gone, or the disk is full
+        with suppress(OSError):  # closed pipe, or full disk
             _print(1, json.dumps(document) + "\n", in_handler=in_handler)
 
 

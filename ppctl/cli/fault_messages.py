@@ -1,4 +1,4 @@
-"""Faults of a request in one line each: refused overrides, and Hydra's errors reworded."""
+"""One-line messages for faulty requests: refused overrides, and Hydra's errors reworded."""
 
 import dataclasses
 from typing import Any
@@ -30,19 +30,19 @@ from ppctl.schedule.mesh_axes import mesh_text
 from ppctl.user_files import check_text
 
 UNKNOWN_KEY = (omegaconf_errors.ConfigKeyError, omegaconf_errors.ConfigAttributeError)
-# Hydra's errors for malformed, unreadable and endless files of the user
+# errors from the user's files: malformed, unreadable, recursive
 OF_FILES = (ValueError, OSError, RecursionError)
-ASSUMED = "such costs are assumed by `ppctl schedule` alone. Leave them out."
+ASSUMED = "only `ppctl schedule` reads these costs. Leave them out."
 OF_MODELS = f"costs.{Costs.OF_MODELS}"
 
 
 def parse_override(text: str) -> Override:
-    """Return one override as Hydra reads it; ConfigError if it cannot."""
+    """Return one override, parsed by Hydra; ConfigError if that fails."""
     try:
         check_text(text)
-    except ValueError as error:  # files of a run could not hold it
+    except ValueError as error:  # the files of a run are UTF-8
         raise ConfigError(
-            f"{text} is no UTF-8 text. Rename it, or use a UTF-8 locale: LANG=C.UTF-8."
+            f"{text} is not UTF-8 text. Rename it, or use a UTF-8 locale: LANG=C.UTF-8."
         ) from error
     try:
         override = OverridesParser.create().parse_override(as_typed(text))
@@ -65,9 +65,9 @@ def parse_override(text: str) -> Override:
 
 
 def refuse(override: Override, *, multirun: bool, drawing: bool) -> None:
-    """Raise ConfigError for an override that ppctl cannot serve, or explains better than Hydra.
+    """Raise ConfigError for an override that ppctl does not support, or that Hydra explains poorly.
 
-    drawing: the request is one of `ppctl schedule`.
+    multirun: whether --multirun is given. drawing: whether the command is `ppctl schedule`.
     """
     key, line = override.key_or_group, str(override.input_line)
     group, is_swept = key.split(".")[0], override.is_sweep_override()
@@ -81,29 +81,27 @@ def refuse(override: Override, *, multirun: bool, drawing: bool) -> None:
     if group == "costs" and not drawing and key != OF_MODELS:
         raise ConfigError(f"{line}: {ASSUMED}")
     if key == OF_MODELS and drawing:
-        raise ConfigError(f"{line}: `ppctl schedule` knows no model with experts. Leave it out.")
-    # 2. values that Hydra would take
+        raise ConfigError(f"{line}: `ppctl schedule` has no model with experts. Leave it out.")
+    # 2. values that Hydra accepts and ppctl does not
     if override.is_delete():
-        raise ConfigError(f"{line}: nothing can be removed. Give {key} another value instead.")
+        raise ConfigError(f"{line}: settings cannot be removed. Give {key} another value instead.")
     if is_swept and (drawing or not multirun):
-        many = (
-            f"Add --multirun for a run of each, or quote the value if it is one: '{key}=\"a,b\"'."
-        )
+        many = f"Add --multirun to run each, or quote them if they are one value: '{key}=\"a,b\"'."
         many = "`ppctl schedule compare` shows schedules together." if drawing else many
         raise ConfigError(f"{line} gives several values. {many}")
     if key in GROUPS and not is_swept and not isinstance(override.value(), str | dict):
         raise ConfigError(wrong_option(key, shown(override.value()), options(key)))
-    # 3. settings of Hydra's, of which only those of a sweep are read
+    # 3. Hydra's settings: ppctl reads only those of a sweep
     if group.partition("/")[0] != "hydra":
         return
     part = key.replace("/", ".")
     if part_of(part, SWEEP_PARTS) is None:
         raise ConfigError(
-            f"{line}: ppctl reads no such setting of Hydra's. A run's files are in run.dir, and it "
-            "stays in the directory of its start. Leave it out."
+            f"{line}: ppctl does not read this setting of Hydra's. Leave it out: a run writes to "
+            "run.dir and does not change the current directory."
         )
     if is_swept:
-        raise ConfigError(f"{line}: a sweep runs in one way. Give {part} one value.")
+        raise ConfigError(f"{line}: this setting cannot be swept. Give {part} one value.")
     if part in SWEEP_PARTS and str(override.value()) not in SWEEP_PARTS[part]:
         raise ConfigError(wrong_option(key, shown(override.value()), options(part)))
     if not multirun:
@@ -111,15 +109,15 @@ def refuse(override: Override, *, multirun: bool, drawing: bool) -> None:
 
 
 def check_keys(cfg: DictConfig) -> None:
-    """Raise ConfigError for a key that its part does not have; Hydra lets `+key=1` slip through."""
+    """Raise ConfigError for an unknown key: Hydra would accept it when written `+key=1`."""
 
     def walk(node: DictConfig, prefix: str) -> None:
         cls = OmegaConf.get_type(node)
         if not dataclasses.is_dataclass(cls):
             if "." in prefix:
-                return  # the value of a setting of type Any, which its class checks
+                return  # value of a setting of type Any; its class checks it
             remedy = f"one of ppctl's options, `defaults: [{choices.default_option(prefix)}]`."
-            raise ConfigError(f"{prefix}: the file chosen states no schema. Start it with {remedy}")
+            raise ConfigError(f"{prefix}: the chosen file has no schema. Start it with {remedy}")
         names = [f.name for f in dataclasses.fields(cls)]
         for key in node:
             path = f"{prefix}.{key}".lstrip(".")
@@ -132,7 +130,7 @@ def check_keys(cfg: DictConfig) -> None:
 
 
 def check_names(cfg: DictConfig, chosen: dict[str, Any]) -> None:
-    """Raise ConfigError where a file sets a part's `name` to another option than the chosen."""
+    """Raise ConfigError if a file sets a part's `name` to an option that is not the chosen one."""
     for part in PARTS:
         option, name = chosen[part], cfg[part].get("name")
         if name not in (option, None) and option in options(part):
@@ -143,7 +141,7 @@ def check_names(cfg: DictConfig, chosen: dict[str, Any]) -> None:
 
 
 def _chosen(cfg: Any) -> dict[str, tuple[str, type]]:
-    """Return the option and dataclass of each part of a composed config, as far as it got."""
+    """Return (option, dataclass) of each part of a config, which may be partly composed."""
     found: dict[str, tuple[str, type]] = {part: ("", cls) for part, cls in choices.PLAIN.items()}
     for part in (*PARTS, *SWEEP_PARTS):
         node = OmegaConf.select(cfg, part)
@@ -160,7 +158,7 @@ def _chosen(cfg: Any) -> dict[str, tuple[str, type]]:
 
 
 def explain(error: Exception, parsed: list[Override]) -> str:
-    """Return the fault in one line: from the exception's fields if it has them, else its text."""
+    """Return a one-line message: from the exception's fields if it has them, else its text."""
     if isinstance(error, MissingConfigException) and "/" in str(error.missing_cfg_file):
         group, _, option = str(error.missing_cfg_file).rpartition("/")
         return wrong_option(group, option, error.options or ()) + _origin(group, parsed)
@@ -168,14 +166,14 @@ def explain(error: Exception, parsed: list[Override]) -> str:
         if isinstance(link, OmegaConfBaseException) and link.full_key:
             return _explain_key(link, str(link.full_key), parsed)
     text = str(error).strip()
-    if isinstance(error, yaml.YAMLError):  # names the file and the line
+    if isinstance(error, yaml.YAMLError):  # the text names file and line
         return " ".join(text.split())
     origin = _origin("", parsed) if isinstance(error, OF_FILES) else ""
     return text.partition("\n")[0] + origin
 
 
 def _explain_key(error: OmegaConfBaseException, key: str, parsed: list[Override]) -> str:
-    """Return the fault of a setting: an unknown one, without a value, or of a wrong type."""
+    """Return the message for a setting: unknown, without a value, or of a wrong type."""
     if error.object_type is Part:
         return _explain_part(error, key) + _origin("data.parts", parsed)
     chosen = _chosen(error.parent_node._get_root()) if error.parent_node is not None else {}
@@ -189,7 +187,7 @@ def _explain_key(error: OmegaConfBaseException, key: str, parsed: list[Override]
 
 
 def _explain_part(error: OmegaConfBaseException, key: str) -> str:
-    """Return the fault of a part of data=mixture; its key may lack the number of the part."""
+    """Return the message for a setting of a mixture's part. `key` may lack the part's index."""
     name, names = key.rpartition(".")[2], [field.name for field in dataclasses.fields(Part)]
     if isinstance(error, UNKNOWN_KEY):
         hint = choices.did_you_mean(name, names)
@@ -207,12 +205,12 @@ def _reason(error: OmegaConfBaseException) -> str:
 
 
 def _origin(key: str, parsed: list[Override]) -> str:
-    """Return ' (in recipes=x)' if no override sets `key` and a recipe may, else nothing."""
+    """Return ' (in recipes=x)' if a recipe is chosen and no override sets `key`, else ''."""
     recipe = _override_of("recipes", parsed)
     return f" (in {recipe.input_line})" if recipe and not _override_of(key, parsed) else ""
 
 
 def _override_of(key: str, parsed: list[Override]) -> Override | None:
-    """Return the last override of `key` or of what it lies in."""
+    """Return the last override of `key` or of a part that contains it, else None."""
     key = key.replace("[", ".")  # data.parts[0]
     return next((o for o in reversed(parsed) if part_of(key, [o.key_or_group])), None)

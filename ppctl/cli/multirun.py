@@ -25,20 +25,20 @@ from ppctl.launch.sweep.sweep_jobs import Job, Sweep, check_finished
 
 @dataclass(frozen=True)
 class SweepRequest:
-    """A sweep as composed, which makes jobs of overrides."""
+    """A composed sweep, which makes jobs from overrides."""
 
     loader: ConfigLoader
     common: DictConfig
-    by_key: Mapping[str, Override]  # the last override of each key
-    words: list[str]  # that start a job's command line
+    by_key: Mapping[str, Override]  # last override of each key
+    words: list[str]  # first words of a job's command line
 
     @property
     def varied(self) -> dict[str, Override]:
-        """The overrides of several values, by key."""
+        """The overrides with several values, by key."""
         return {key: each for key, each in self.by_key.items() if each.is_sweep_override()}
 
     def job(self, index: int, overrides: list[str]) -> Job:
-        """Return the job of these overrides, with a refusal if they are impossible together.
+        """Return the job with these overrides; `refusal` is the error if they do not fit together.
 
         ConfigError for unknown settings.
         """
@@ -62,15 +62,15 @@ class SweepRequest:
         words = (*self.words, *overrides)
         recipe = None if words[0] != "tune" or config is None else config.tune.recipe
         if config is not None and recipe is not None and "tune.recipe" not in values:
-            config.tune.recipe = f"{recipe}-{index}"  # a file for each job
+            config.tune.recipe = f"{recipe}-{index}"  # a separate file for each job
             words += (f"tune.recipe={config.tune.recipe}",)
         return Job(index, values, " ".join(texts), run_dir, words, config, refusal)
 
 
 def compose_sweep(overrides: list[str], config_dir: str | None, words: list[str]) -> Sweep:
-    """Return the checked sweep of overrides; `words` start the command line of a job.
+    """Return the checked sweep of overrides; `words` are the first words of a job's command line.
 
-    ConfigError for whatever is wrong, or without a key of several values.
+    ConfigError for any fault, or if no key has several values.
     """
     with composing(overrides, config_dir, multirun=True) as loader:
         return _sweep(loader, [*map(as_typed, overrides)], words)
@@ -87,10 +87,10 @@ def _sweep(loader: ConfigLoader, overrides: list[str], words: list[str]) -> Swee
     request = SweepRequest(loader, common, by_key, words)
     if not request.varied:
         raise ConfigError(
-            "--multirun runs every combination of KEY=A,B,..., but nothing here has several "
-            "values. Give some, or leave it out."
+            "--multirun runs every combination of KEY=A,B,..., but no setting has several "
+            "values. Add some, or leave out --multirun."
         )
-    # 2. its jobs, or the study that chooses them
+    # 2. the jobs, or the study that chooses them
     directory = Path(common.run.dir)
     jobs: list[Job] = []
     study = None
@@ -102,13 +102,13 @@ def _sweep(loader: ConfigLoader, overrides: list[str], words: list[str]) -> Swee
         fixed = [one_value(*each) for each in by_key.items() if each[0] not in request.varied]
         space = {key: distribution(each) for key, each in request.varied.items()}
         study = OptunaStudy(sweeper, space, fixed, directory, request.job)
-        study.samples()  # a ConfigError now, not when it is a value's turn
+        study.samples()  # raises for a wrong value now, not when its job is composed
     else:
         for each in request.varied.values():
             if not each.is_discrete_sweep():
                 raise ConfigError(
-                    f"{each.input_line}: a sweep needs a list of values, KEY=a,b. Or let values be "
-                    "chosen: hydra/sweeper=optuna."
+                    f"{each.input_line}: a sweep needs a list of values. Use KEY=a,b, or let "
+                    "Optuna choose values: hydra/sweeper=optuna."
                 )
         combinations = BasicSweeper.split_arguments(parsed, None)[0]
         jobs = [request.job(index, each) for index, each in enumerate(combinations)]
@@ -125,14 +125,14 @@ def one_value(key: str, override: Override) -> str:
 
 
 def _as_typed(override: Override) -> str:
-    """Return KEY=VALUE without the quotes that only `as_typed` gives it."""
+    """Return KEY=VALUE without the quotes that `as_typed` added."""
     key = override.get_key_element()
     plain, quoted = f"{key}={override.value()}", one_value(key, override)
     return plain if as_typed(plain) == quoted else quoted
 
 
 def _directory_name(job: str) -> str:
-    """Return a job's directory below the sweep's; odd or long names get a hash."""
+    """Return the name of a job's directory; odd or long names get a hash."""
     name = re.sub(r"[^\w=.,+-]", "_", job)[:150]
     return name if name == job else f"{name}-{hashlib.sha256(job.encode()).hexdigest()[:8]}"
 

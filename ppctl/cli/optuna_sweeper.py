@@ -1,7 +1,7 @@
-"""`hydra/sweeper=optuna`: Optuna chooses the values of the next job by the results so far.
+"""`hydra/sweeper=optuna`: Optuna chooses the values of the next job from the results so far.
 
-The study is stored in the sweep's directory, so that the same search goes on where it ended:
-finished jobs count, and jobs that broke off run again with the same values. Extra: ppctl[optuna].
+The study is stored in the sweep's directory. The same command line continues it: finished jobs
+count, and interrupted jobs run again with the same values. Extra: ppctl[optuna].
 """
 
 import json
@@ -27,7 +27,7 @@ MOST_SAME = 100  # repeated choices in a row that end the search
 
 
 class OptunaStudy:
-    """The jobs of a search. `open`, before `ask`, reads or begins the study in `directory`."""
+    """The jobs of a search. Call `open` before `ask`: it reads or creates the study."""
 
     def __init__(
         self,
@@ -37,13 +37,13 @@ class OptunaStudy:
         directory: Path,
         make: Callable[[int, list[str]], Job],
     ) -> None:
-        """`fixed`: overrides that all jobs share; `make`: the job of a number and overrides."""
+        """fixed: overrides that all jobs share; make: returns the job of (index, overrides)."""
         self.search, self.space, self.fixed, self.make = search, dict(space), list(fixed), make
         self.file = directory / STUDY
-        self.trials: list[int] = []  # the number of the trial of each job
+        self.trials: list[int] = []  # trial number of each job
 
     def samples(self) -> list[Job]:
-        """Return sample jobs, which are no trials; together they contain every choice.
+        """Return jobs that together contain every listed value, to check them. They are not trials.
 
         ConfigError for a metric that jobs would not record.
         """
@@ -62,9 +62,9 @@ class OptunaStudy:
         return jobs
 
     def open(self) -> None:
-        """Read the study of this search, or begin it; another search in the file is another study.
+        """Read the study of this search, or create it; the file may hold other searches' studies.
 
-        OSError where it cannot be written, ConfigError where the file is of something else.
+        OSError if the file cannot be written, ConfigError if it is not a file of studies.
         """
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         space = {key: str(values) for key, values in self.space.items()}
@@ -81,7 +81,7 @@ class OptunaStudy:
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
-                f"{self.file} is not of a search by ppctl and stays. Use another run.name or "
+                f"{self.file} is not a study of ppctl, and is kept. Use another run.name or "
                 "run.dir, or move it."
             ) from error
         known = self.study.get_trials(deepcopy=False)
@@ -91,7 +91,7 @@ class OptunaStudy:
         self.before = deque(trial for state in states for trial in known if trial.state == state)
 
     def ask(self) -> Job | None:
-        """Return the next job, or None; first those of earlier starts, whose finished ones end."""
+        """Return the next job, None after the last; jobs of earlier starts come first."""
         if self.before:
             trial = self.before.popleft()
             self.trials.append(trial.number)
@@ -105,18 +105,18 @@ class OptunaStudy:
             if {*same} <= {TrialState.FAIL}:
                 self.trials.append(trial.number)
                 return self._job(trial.params)
-            self.study.tell(trial, state=TrialState.FAIL)  # repeated: samplers pass over it
+            self.study.tell(trial, state=TrialState.FAIL)  # repeated; samplers ignore failures
         return None
 
     def tell(self, result: Result) -> None:
-        """Note how a job ended. One that broke off stays open, for the next start of the search.
+        """Record the result of a job. An interrupted job stays open for the search's next start.
 
-        ConfigError where a finished run does not have the number that is searched by.
+        ConfigError if a finished run has not recorded the search's metric.
         """
         job, number = result.job, self.trials[result.job.index]
         if job.refusal is not None:
             self.study.tell(number, state=TrialState.FAIL)
-        elif result.code == NonFiniteError.exit_code:  # a result too: as bad as can be
+        elif result.code == NonFiniteError.exit_code:  # not finite: the worst result
             worst = math.inf if self.search.is_minimized else -math.inf
             self.study.tell(number, worst, skip_if_finished=True)
         elif result.code == 0:
@@ -124,7 +124,7 @@ class OptunaStudy:
             if value is None:
                 raise ConfigError(
                     f"hydra.sweeper.metric={self.search.metric}: job {job.index} ({job.name}) "
-                    f"has finished without it ({job.run_dir}). Use another, or let runs record it."
+                    f"has not recorded it ({job.run_dir}). Use another metric, or record it."
                 )
             self.study.tell(number, value, skip_if_finished=True)
 
@@ -134,7 +134,7 @@ class OptunaStudy:
 
 
 def distribution(override: Override) -> BaseDistribution:
-    """Return the values of `a,b`, `choice(a,b)`, `range(1,9)`, `tag(log,interval(0.1,1))`."""
+    """Return the distribution of `a,b`, `choice(a,b)`, `range(1,9)`, `tag(log,interval(0.1,1))`."""
     values = override.value()
     if isinstance(values, IntervalSweep):
         low, high, step = values.start, values.end, None

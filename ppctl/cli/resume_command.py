@@ -1,4 +1,4 @@
-"""The command that resumes a run: its start's words, from `status.jsonl`. Loads no Hydra."""
+"""The command that resumes a run, from the words in its `status.jsonl`. Loads no Hydra."""
 
 import json
 import os
@@ -17,14 +17,14 @@ from ppctl.reports.run_files import read_config, read_lines
 class Resumption(NamedTuple):
     """The words that resume a run."""
 
-    config: Mapping[str, Any]  # the settings of its newest start; empty if unreadable
+    config: Mapping[str, Any]  # settings of its newest start; empty if unreadable
     words: Sequence[str]  # --config-dir=DIR, GROUP=OPTION and SETTING=VALUE, as Hydra reads them
-    command: str  # the command line that resumes the run; empty where no start is recorded
-    notes: Sequence[str]  # additions to the words
+    command: str  # command line that resumes the run; empty if no start is recorded
+    notes: Sequence[str]  # remarks on the config and the words, for the user
 
 
 def started_with(config_dir: str | None, overrides: Sequence[str]) -> list[str]:
-    """Return the words of a start of `ppctl train`, or of its launcher, to be stored."""
+    """Return the words to record for a start of `ppctl train`: its launcher's, if it has one."""
     if STARTED_WITH in os.environ:
         return json.loads(os.environ.pop(STARTED_WITH))
     first = [] if config_dir is None else [f"--config-dir={config_dir}"]
@@ -32,7 +32,7 @@ def started_with(config_dir: str | None, overrides: Sequence[str]) -> list[str]:
 
 
 def resumption(path: Path) -> Resumption:
-    """Return the words that resume the run in a directory, even if that was moved."""
+    """Return the words that resume the run in `path`, which may have been moved."""
     # 1. the words of its newest start
     config, problems = read_config(path), list[str]()
     if isinstance(config, str):
@@ -42,7 +42,7 @@ def resumption(path: Path) -> Resumption:
     stored, started_in = start.get(run_status.OVERRIDES), start.get(run_status.DIRECTORY)
     if not isinstance(stored, list) or not all(isinstance(word, str) for word in stored):
         return Resumption(config, [], "", problems)
-    # 2. those that resume it here
+    # 2. the words that resume it from the current directory
     directory = _needed(started_in if isinstance(started_in, str) else None, config, stored)
     words, notes = _here(stored, config.get("run"), os.path.normpath(path), directory)
     first = "" if directory is None else f"cd {shlex.quote(directory)} && "
@@ -51,7 +51,7 @@ def resumption(path: Path) -> Resumption:
 
 
 def _needed(directory: str | None, recorded: Mapping[str, Any], words: Sequence[str]) -> str | None:
-    """Return the directory of a run's start, if custom code or a path is relative to it."""
+    """Return the directory of a run's start if custom code or a path depends on it, else None."""
     if directory is None or os.path.realpath(directory) == os.path.realpath(os.curdir):
         return None
     parts = [recorded.get(name) for name in ("model", "data")]
@@ -65,11 +65,11 @@ def _needed(directory: str | None, recorded: Mapping[str, Any], words: Sequence[
 def _here(
     words: Sequence[str], run: object, run_dir: str, directory: str | None
 ) -> tuple[list[str], list[str]]:
-    """Return (the words that resume the run in `run_dir`, notes); `run`: its settings of this name.
+    """Return (words that resume the run in `run_dir`, notes).
 
-    directory: of the words, None for the current one.
+    run: the recorded part `run`. directory: base of relative paths; None: the current directory.
     """
-    # 1. words of one start or one process, and of another run.dir
+    # 1. drop words that belong to one start or process; set run.dir if the run was moved
     settings = run if isinstance(run, Mapping) else {}
     dropped = {"run.resume", "run.process_id"}
     own = []
@@ -78,15 +78,15 @@ def _here(
     if os.path.normpath(os.path.join(directory or "", str(settings.get("dir", "")))) != run_dir:
         dropped.add("run.dir")
         own.append(f"run.dir={value_text(run_dir)}")
-    if settings.get("resume", "auto") != "auto":  # a recipe may say so
+    if settings.get("resume", "auto") != "auto":  # a recipe may set it
         own.append("run.resume=auto")
     kept = [word for word in words if word.lstrip("+").partition("=")[0] not in dropped]
-    # 2. the words that each process adds, unless `launch.processes` starts them
+    # 2. note what the user adds in each process, unless `launch.processes` started them
     notes = []
     distributed, coordinator = settings.get("distributed"), str(settings.get("coordinator"))
     if distributed == "explicit" and not coordinator.startswith(f"{HOST}:"):
         number = settings.get("num_processes")
-        notes.append(f"{number} processes: each with its own run.process_id=0, 1, ...")
+        notes.append(f"{number} processes: each with a different run.process_id=0, 1, ...")
     elif distributed not in (None, "off", "explicit"):
         notes.append("several processes: start it in each of them")
     return [*kept, *own], notes

@@ -1,4 +1,4 @@
-"""The columns and the order of the list of `ppctl runs`: `--columns` and `--sort` as values."""
+"""The columns and the order of `ppctl runs`, from `--columns` and `--sort`."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from ppctl.reports.run_files import RunSummary, disk_bytes
 from ppctl.reports.terminal_output import age_text, decimal_text, iso_text, size_text
 
 DESCENDING = ":desc"
-NEWEST = "age"  # the order without `--sort`
+NEWEST = "age"  # column that orders the list without `--sort`
 USUAL = ("status", "step", "loss", "eval_loss", "mesh", "schedule", "lr", "age")
 ALIASES = {"lr": "optim.lr"}
 
@@ -21,11 +21,11 @@ class Column(NamedTuple):
     """A column of the table. Runs without a value, or with NaN, are last in either order."""
 
     name: str
-    value: Callable[[RunSummary], Any]  # to be ordered by
-    text: Callable[[RunSummary, float], str]  # at a time, in seconds since 1970
+    value: Callable[[RunSummary], Any]  # sort key
+    text: Callable[[RunSummary, float], str]  # text at a time, in seconds since 1970
 
 
-Order = tuple[Column, bool]  # that runs are ordered by, and whether descending
+Order = tuple[Column, bool]  # (sort column, whether descending)
 
 
 def _size(run: RunSummary) -> int:
@@ -51,7 +51,7 @@ OWN_COLUMNS = {column.name: column for column in _COLUMNS}
 
 
 def column_of(name: str) -> Column:
-    """Return a column of the list's own, or that of a setting."""
+    """Return the built-in column `name`, or a column of the setting `name`."""
     key = ALIASES.get(name, name)
     if key in OWN_COLUMNS:
         return OWN_COLUMNS[key]
@@ -65,7 +65,7 @@ def column_of(name: str) -> Column:
 
 
 def ordered(runs: Sequence[RunSummary], orders: Sequence[Order]) -> list[RunSummary]:
-    """Return runs by the first order, those alike in it by the next one."""
+    """Return runs sorted by the first order; the next ones break ties."""
     rows = list(runs)
     for column, is_descending in reversed(orders):
         known = [run for run in rows if _is_known(column.value(run))]
@@ -90,7 +90,8 @@ def _sort_key(value: Any) -> tuple[int, Any]:
 def columns_of(words: str | None, runs: Sequence[RunSummary]) -> list[Column]:
     """Return the columns of `--columns`, the name of the run first; +A,B: after the usual ones.
 
-    Usual columns that are empty for all runs are left out. ConfigError for a setting of no run.
+    Usual columns that are empty for all runs are left out. ConfigError for a setting that no run
+    has.
     """
     names = words.removeprefix("+").split(",") if words else []
     chosen = [_column("--columns", name.strip(), runs) for name in names]
@@ -100,7 +101,7 @@ def columns_of(words: str | None, runs: Sequence[RunSummary]) -> list[Column]:
 
 
 def orders_of(words: str | None, runs: Sequence[RunSummary]) -> list[Order]:
-    """Return the order of `--sort`, by default the newest record first; ConfigError as above."""
+    """Return the orders of `--sort`, default: the newest record first. ConfigError as above."""
     orders = [
         (_column("--sort", name.removesuffix(DESCENDING), runs), name.endswith(DESCENDING))
         for name in map(str.strip, (NEWEST if words is None else words).split(","))

@@ -1,7 +1,7 @@
-"""Text settings are what was typed: run.name=12e4567 is no number, on the command line or in YAML.
+"""Keep text settings as typed: run.name=12e4567 is text, on the command line and in YAML.
 
-Hydra and YAML type a value before its setting is known, so texts that they take for numbers or
-booleans are quoted before Hydra reads them, or read again from the file.
+Hydra and YAML choose the type of a value without its setting. So texts that look like numbers or
+booleans are quoted before Hydra parses them; in YAML files, they are read again as text.
 """
 
 import dataclasses
@@ -27,12 +27,12 @@ MOST_BYTES = 2**20  # bytes of a settings file
 TYPED = (Lexer.INT, Lexer.FLOAT, Lexer.BOOL)
 BEFORE = (None, Lexer.COMMA, Lexer.POPEN, Lexer.BRACKET_OPEN)
 AFTER = (None, Lexer.COMMA, Lexer.PCLOSE, Lexer.BRACKET_CLOSE, Lexer.BRACE_CLOSE)
-OF_NUMBERS = ("range", "interval")  # functions of Hydra's grammar
+OF_NUMBERS = ("range", "interval")  # Hydra's functions of numbers
 
 
 @functools.cache
 def text_settings() -> frozenset[str]:
-    """Return the groups, and the keys of all settings whose value is a text or a list of texts.
+    """Return the groups, and the keys of all settings that hold a text or a list of texts.
 
     >>> [key in text_settings() for key in ("run.name", "data.parts.path", "optim.lr")]
     [True, True, False]
@@ -64,7 +64,7 @@ def _kinds(hint: Any) -> list[Any]:
 
 
 def as_typed(override: str) -> str:
-    """Return an override whose texts have quotes where Hydra would read numbers or booleans.
+    """Return an override with quotes around texts that Hydra would read as numbers or booleans.
 
     >>> as_typed("run.name=12e4"), as_typed("+run.name=a,1_0"), as_typed("optim.lr=1_000")
     ("run.name='12e4'", "+run.name=a,'1_0'", 'optim.lr=1_000')
@@ -77,7 +77,7 @@ def as_typed(override: str) -> str:
     tokens = [token for token in lexer.getAllTokens() if token.type != Lexer.WS]
     if any(token.text in OF_NUMBERS for token in tokens):
         return override
-    # 2. those that are a whole value, of a text setting
+    # 2. quotes around each token that is a whole value of a text setting
     key, types = head.lstrip("+"), [None, *(token.type for token in tokens), None]
     text, end = "", 0
     for at, token in enumerate(tokens):
@@ -92,7 +92,7 @@ def as_typed(override: str) -> str:
 
 
 class TextSource(FileConfigSource):
-    """Files of recipes/ and of --config-dir; their text settings are the text in the file."""
+    """The source of recipes/ and --config-dir; text settings keep the text of the file."""
 
     @staticmethod
     def scheme() -> str:
@@ -105,7 +105,7 @@ class TextSource(FileConfigSource):
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
         header, stream = self._get_header_dict(text), io.StringIO(text)
-        stream.name = str(path)  # in errors
+        stream.name = str(path)  # file name in errors
         found: Any = OmegaConf.load(stream)
         package = header["package"] or config_path.rpartition("/")[0].replace("/", ".")
         _take_texts(found, yaml.compose(text), "" if package == "_global_" else package)
@@ -114,7 +114,7 @@ class TextSource(FileConfigSource):
 
 
 def _take_texts(config: Any, node: yaml.Node | None, key: str) -> None:
-    """Replace numbers and booleans at text settings of a config by their text in its file."""
+    """Replace numbers and booleans in text settings of `config` by the text of the file."""
     if isinstance(node, yaml.MappingNode):
         entries = [
             (name.value, each, f"{key}.{name.value}".lstrip(".")) for name, each in node.value

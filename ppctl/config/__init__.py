@@ -1,8 +1,8 @@
 """Every setting of ppctl: field, default, unit and one-field check. Standard library only.
 
-The YAML files under `conf/` only name choices and what differs from these defaults. The classes are
-not frozen because Hydra's structured configs must not be. `Config` is a composed request; `check`
-holds what involves more than one part.
+The YAML files under `conf/` hold only choices and values that differ from these defaults. The
+classes are not frozen because Hydra's structured configs must not be. `Config` is a composed
+request; `check` holds the checks of several parts together.
 """
 # ruff: noqa: F401
 # pyright: reportUnusedImport=false
@@ -70,7 +70,7 @@ from ppctl.schedule.mesh_axes import (
 
 @dataclass
 class Config:
-    """A composed request. Of a part with several classes, an option of `conf/` chooses one."""
+    """A composed request. For a part with several classes, an option of `conf/` chooses one."""
 
     model: AnyModel = field(default_factory=Transformer)
     mesh: Mesh = field(default_factory=Mesh)
@@ -90,7 +90,7 @@ class Config:
 
 
 class ScheduleConfig(NamedTuple):
-    """A composed request of `ppctl schedule`, which knows no model: its costs are assumed."""
+    """A composed request of `ppctl schedule`. It has no model, so its costs are assumed."""
 
     mesh: Mesh
     schedule: Schedule
@@ -102,15 +102,15 @@ class ScheduleConfig(NamedTuple):
         cap_gib = getattr(self.schedule, "max_memory_gib", None)
         if cap_gib is not None and not self.costs.activation_gib:
             raise ConfigError(
-                f"schedule.max_memory_gib={cap_gib:g} needs the size of activations, and "
-                "`ppctl schedule` knows no model. Set costs.activation_gib and costs.fixed_gib, "
+                f"schedule.max_memory_gib={cap_gib:g} needs the size of activations, but "
+                "`ppctl schedule` has no model. Set costs.activation_gib and costs.fixed_gib, "
                 "or use schedule.max_activations."
             )
 
 
 @written_as(as_setting)
 def check(config: Config) -> None:
-    """Raise ConfigError for the first setting or combination that is impossible."""
+    """Raise ConfigError for the first impossible setting or combination of settings."""
     for part in fields(config):
         getattr(config, part.name).check()
     check_parameters(config.model)
@@ -141,14 +141,14 @@ def _check_launch(launch: Launch, run: Run, mesh: Mesh) -> None:
     if launch.is_used and run.distributed != "off":
         raise ConfigError(
             f"launch.processes={processes} {restarts} is for processes that this command starts, "
-            f"but run.distributed={run.distributed} says that they are started elsewhere. Use "
+            f"but with run.distributed={run.distributed} they are started elsewhere. Use "
             "run.distributed=off, or leave out launch."
         )
     if launch.max_restarts and not run.checkpoint.enabled:
         raise ConfigError(
             f"{restarts} starts a crashed run again from its newest checkpoint, but "
-            "run.checkpoint.enabled=false writes none. Use launch.max_restarts=0, or leave the "
-            "other out."
+            "run.checkpoint.enabled=false writes none. Use launch.max_restarts=0, or "
+            "run.checkpoint.enabled=true."
         )
     if devices % processes:
         most = max(n for n in range(1, min(devices, processes) + 1) if devices % n == 0)
@@ -171,7 +171,7 @@ def _check_executor(executor: AnyExecutor, mesh: Mesh, partition: str, model: An
         )
     if not executor.ENGINE.is_pipelined and partition != "uniform":
         raise ConfigError(
-            f"partition={partition} divides layers over stages, and executor=reference has none. "
+            f"partition={partition} divides layers over stages, but executor=reference has none. "
             "Use partition=uniform or another executor."
         )
     if isinstance(model, Transformer):
@@ -186,8 +186,8 @@ def _check_executor(executor: AnyExecutor, mesh: Mesh, partition: str, model: An
 def _check_data(model: AnyModel, data: AnyData) -> None:
     if isinstance(data, Stdlib) and data.packing and not isinstance(model, Transformer):
         raise ConfigError(
-            f"data.packing=true puts several documents into a sequence, which model={model.name} "
-            "does not tell apart. Use data.packing=false, or model=transformer."
+            f"data.packing=true puts several documents into a sequence, but model={model.name} "
+            "cannot separate them. Use data.packing=false, or model=transformer."
         )
     is_custom = isinstance(model, CustomModel) or isinstance(data, CustomData)
     is_mlp, has_features = isinstance(model, MLP), isinstance(data, Regression)
@@ -209,7 +209,7 @@ def _check_trained(model: AnyModel, optim: Optim) -> None:
     if optim.train == "lora" and not isinstance(model, Transformer):
         custom = " A custom model has trainable=... in StackOptions or Network instead."
         raise ConfigError(
-            f"optim.train=lora puts adapters into a transformer's blocks, and model={model.name} "
+            f"optim.train=lora puts adapters into a transformer's blocks, but model={model.name} "
             f"has none.{custom if isinstance(model, CustomModel) else ''} Use optim.train=all, or "
             "model=transformer."
         )
@@ -219,21 +219,22 @@ def _check_trained(model: AnyModel, optim: Optim) -> None:
     lacking = next((n for n in optim.lora_targets or () if n not in model.linear_maps), None)
     if lacking is not None and all(model.has_experts):
         raise ConfigError(
-            f"optim.lora_targets has {lacking}, and with model.moe.num_experts="
-            f"{model.moe.num_experts} all layers have experts, which take no adapters, in place of "
-            "an MLP. Leave it out."
+            f"optim.lora_targets has {lacking}, but with model.moe.num_experts="
+            f"{model.moe.num_experts} all layers have experts instead of an MLP, and experts take "
+            "no adapters. Leave it out."
         )
     if lacking is not None:
         raise ConfigError(
-            f"optim.lora_targets has {lacking}, and with model.activation={model.activation} an "
+            f"optim.lora_targets has {lacking}, but with model.activation={model.activation} an "
             f"MLP has no gate. Leave it out, or use one of {', '.join(model.GATED)}."
         )
 
 
 def _check_views(run: Run, executor: AnyExecutor, plan: Plan, inspect: Inspect) -> None:
+    # 1. run.timeline
     if run.timeline and not executor.ENGINE.dispatches_tasks:
         raise ConfigError(
-            "run.timeline=true measures tasks that are programs of their own, but "
+            "run.timeline=true measures tasks that are separate programs, but "
             f"executor={executor.name} is one program. Use executor=mpmd, or "
             "run.profile=N, which traces any executor."
         )
@@ -246,14 +247,15 @@ def _check_views(run: Run, executor: AnyExecutor, plan: Plan, inspect: Inspect) 
     if run.timeline and run.distributed != "off":
         raise ConfigError(
             "run.timeline=true measures the ranks of one process, but "
-            f"run.distributed={run.distributed} has those of several. Use run.distributed=off, "
+            f"run.distributed={run.distributed} runs several processes. Use run.distributed=off, "
             "or run.profile=N, which traces process 0."
         )
     if run.timeline and run.profile is not None:
         raise ConfigError(
-            f"run.timeline=true and run.profile={run.profile} both trace, and one trace can run "
-            "at a time. Leave one of them out."
+            f"run.timeline=true and run.profile={run.profile} both trace, but only one trace can "
+            "run at a time. Leave one of them out."
         )
+    # 2. inspect.what and plan.topology
     if inspect.what == "program" and not executor.ENGINE.in_ticks:
         raise ConfigError(
             f"inspect.what=program shows the ticks of ranks, but executor={executor.name} has "
@@ -268,8 +270,8 @@ def _check_views(run: Run, executor: AnyExecutor, plan: Plan, inspect: Inspect) 
 
 # --- sizes that no machine can lay out or hold ---------------------------------------------------
 
-MOST_TASKS = 500_000  # tasks a step: each takes 10 to 100 microseconds to lay out and simulate
-MOST_PARAMETERS = 10**15  # with their moments 12 petabytes: more than the largest machines hold
+MOST_TASKS = 500_000  # tasks per step: each takes 10 to 100 microseconds to lay out and simulate
+MOST_PARAMETERS = 10**15  # 12 petabytes with moments: more than the largest machines hold
 
 
 def check_tasks(schedule: Schedule, mesh: Mesh) -> None:
@@ -281,7 +283,7 @@ def check_tasks(schedule: Schedule, mesh: Mesh) -> None:
         raise ConfigError(
             f"2*mesh.pp*stages of a rank*schedule.num_microbatches = 2*{mesh.pp}*{chunks}*"
             f"{schedule.num_microbatches} = {number} tasks of a step, more than the {MOST_TASKS} "
-            "that are laid out. Use fewer and larger microbatches."
+            "that ppctl lays out. Use fewer and larger microbatches."
         )
 
 

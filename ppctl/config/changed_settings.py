@@ -1,4 +1,4 @@
-"""Differences between the settings of two starts of a run, and a request from stored settings."""
+"""Differences between the settings of two starts of a run, and a config from stored settings."""
 
 import typing
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ from ppctl.config.field_checks import settings_from
 from ppctl.config.groups.model_settings import Transformer
 from ppctl.errors import ConfigError
 
-# Parts and settings that change nothing that a run computes or records.
+# parts and settings without effect on a run's results and records
 FREE_PARTS = ("launch", "verify", "plan", "tune", "inspect", "costs")
 _FREE_OF_RUN = (
     "name dir resume resume_with start_from log_every trackers checkpoint heartbeat_s slow_after_s "
@@ -18,21 +18,21 @@ _FREE_OF_RUN = (
 )
 FREE = {f"run.{name}" for name in _FREE_OF_RUN.split()} | {"data.cache_dir"}
 
-# Settings of a model that leave its function as it is. Another vocabulary or cut shows in the
-# shapes of its arrays.
+# Settings of a model that do not change its outputs for equal parameters. (model.vocab_size and
+# model.layers can change the arrays' shapes.)
 _SAME_OF_EXPERTS = ("dispatch", "kernel", "balance_loss", "z_loss", "bias_update")
 SAME_FUNCTION = (
     *("model.attention", "model.vocab_size", "model.layers", "model.mixes_examples"),
     *(f"model.moe.{name}" for name in _SAME_OF_EXPERTS),
 )
-# besides the model's: settings that decide which arrays a checkpoint has
+# settings outside the model that decide which arrays a checkpoint has
 ADAPTERS = ("optim.train", "optim.lora_rank", "optim.lora_targets")
 _OF_OPTIMIZERS = ("optim", "optim.momentum", "optim.min_factored", "optim.target")
 ARRAYS = (*_OF_OPTIMIZERS, "run.dtype", "run.on_nonfinite", *ADAPTERS)
 
 
 class Change(NamedTuple):
-    """A setting, or the choice of a part, that has changed."""
+    """A changed setting, or a changed choice of a part."""
 
     name: str
     before: Any
@@ -45,7 +45,7 @@ class Change(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The change in words, as in `optim.lr: 0.002 then, 0.1 now`."""
+        """The change as in `optim.lr: 0.002 then, 0.1 now`."""
         separator = ": " if "." in self.name else "="
         return f"{self.name}{separator}{shown(self.before)} then, {shown(self.now)} now"
 
@@ -56,20 +56,20 @@ class Change(NamedTuple):
 
     @property
     def is_of_function(self) -> bool:
-        """Whether the model computes something else for the same parameters."""
+        """Whether equal parameters would give other outputs of the model."""
         is_of_model = self.part == "model" and self.name not in SAME_FUNCTION
         return is_of_model or self.name == "optim.lora_alpha"
 
     @property
     def is_of_arrays(self) -> bool:
-        """Whether a checkpoint may hold other arrays."""
+        """Whether the change may alter the number, shapes or dtypes of a checkpoint's arrays."""
         return self.part == "model" or self.name in ARRAYS
 
 
 def changes(before: Mapping[str, Any], config: Config) -> list[Change]:
     """Return the settings that differ from `before`, the stored settings of an earlier start.
 
-    Those that change nothing that a run computes or records are left out.
+    Settings without effect on a run's results and records are left out.
     """
     found: list[Change] = []
     for part, now in asdict(config).items():
@@ -99,7 +99,7 @@ def _are_settings(value: object) -> TypeGuard[dict[str, Any]]:
 
 
 def shown(value: object) -> str:
-    """Return a value as one types it.
+    """Return a value as typed on the command line.
 
     >>> shown(None), shown(True), shown(0.5), shown([3, 2])
     ('null', 'true', '0.5', '[3,2]')
@@ -111,15 +111,15 @@ def shown(value: object) -> str:
     return str(value)
 
 
-# --- from stored settings -----------------------------------------------------------------------
+# --- a config from stored settings ---------------------------------------------------------------
 
-READ = ("model", "data", "run")  # the parts that decide the function and its batches
+READ = ("model", "data", "run")  # parts that decide the function and its batches
 
 
 def model_and_data(settings: Mapping[str, Any]) -> Config:
-    """Return a request with the model, the data and the run of stored settings.
+    """Return a config with the parts model, data and run of stored settings.
 
-    A missing setting has its default. ConfigError for those that this version does not know.
+    A missing setting has its default. ConfigError for settings unknown to this version.
     """
     kinds = typing.get_type_hints(Config)
     parts: dict[str, Any] = {}
@@ -127,10 +127,10 @@ def model_and_data(settings: Mapping[str, Any]) -> Config:
         values: Mapping[str, Any] = settings.get(part) or {}
         classes = typing.get_args(kinds[part]) or (kinds[part],)
         found = [each for each in classes if part == "run" or each().name == values.get("name")]
-        if not found and part == "model" and "num_heads" in values:  # of sizes with a name
+        if not found and part == "model" and "num_heads" in values:  # llama3_8b, ...
             found = [Transformer]
         if not found:
             choice = f"{part}={values.get('name')}"
-            raise ConfigError(f"{choice} of this run is none that this version of ppctl has.")
+            raise ConfigError(f"this version of ppctl has no {choice}, which this run uses.")
         parts[part] = settings_from(found[0], values, part)
     return Config(**parts)

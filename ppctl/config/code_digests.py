@@ -1,4 +1,4 @@
-"""Digests of the code of custom models and data sets, by which a resumed run notices changes."""
+"""Digests of the code of custom models and data sets: a resumed run notices changes."""
 
 import ast
 import hashlib
@@ -8,15 +8,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 
-Sources = Mapping[str, str]  # digest of the code of a module, by its name
+Sources = Mapping[str, str]  # digest of each module's code, by module name
 
 
 def sources(target: str) -> dict[str, str]:
-    """Return the digests of the imported module of a dotted path and of the user's modules in it.
+    """Return the digests of the module of the path `target` and of the user's modules that it uses.
 
-    A module is used if it, or something that it defines, is bound to a name in a used module; one
-    that is imported only inside a function is not found. Installed packages and Python's own
-    modules are left out.
+    A module is used if it, or something that it defines, is bound to a name in a used module.
+    Imports inside functions are not found. Installed packages and Python's modules are left out.
     """
     first = target.rpartition(".")[0]
     names = [first]
@@ -36,7 +35,7 @@ def sources(target: str) -> dict[str, str]:
 
 
 def sources_here(names: Iterable[str]) -> dict[str, str]:
-    """Return the digests of those modules that lie in the current directory; imports none."""
+    """Return the digests of the modules in the current directory, without importing them."""
     stems = {name: Path(*name.split(".")) for name in names}
     places = ((name, (s.with_suffix(".py"), s / "__init__.py")) for name, s in stems.items())
     return {name: _digest(file) for name, files in places for file in files if file.is_file()}
@@ -48,7 +47,7 @@ def changed_modules(before: Sources, now: Sources) -> list[str]:
 
 
 def is_installed(file: str) -> bool:
-    """Return whether a source file is of a library, of Python or of ppctl, not the user's."""
+    """Return whether a source file belongs to a library, to Python or to ppctl."""
     libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
     tops = {*map(Path, libraries), Path(__file__).parents[1]}
     return "site-packages" in file or not tops.isdisjoint(Path(file).parents)

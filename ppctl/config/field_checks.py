@@ -1,4 +1,4 @@
-"""Domains of single settings: a type names one, as in `steps: Natural = 3`, and `check` keeps it.
+"""Domains of single settings. A type names one, as in `steps: Natural = 3`; `check` enforces it.
 
 Each check raises a ConfigError with the key and its value.
 """
@@ -14,11 +14,11 @@ from typing import Annotated, Any, ClassVar, cast, get_args, get_origin, get_typ
 
 from ppctl.errors import ConfigError
 
-LARGEST = 2**31 - 1  # of whole numbers: steps and seeds are int32 on devices
+LARGEST = 2**31 - 1  # largest whole number: steps and seeds are int32 on devices
 DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 EXPONENT = re.compile(r"-?[\d.]+[eE][+-]?\d+")
 SCALARS = {int: Integral, float: Real, bool: bool, str: str, NoneType: NoneType}
-Check = Callable[[str, Any], None]  # of a key and its value
+Check = Callable[[str, Any], None]  # check(key, value)
 
 
 def choice(key: str, value: object, choices: tuple[str, ...]) -> None:
@@ -53,12 +53,12 @@ def dotted(key: str, value: str) -> None:
 
 
 def one_of(*choices: str) -> Check:
-    """Return the check of a choice, for `Annotated[str, one_of("auto", "none")]`."""
+    """Return the check of a value among `choices`, for `Annotated[str, one_of("auto", "none")]`."""
     return partial(choice, choices=choices)
 
 
 def up_to(most: int, why: str) -> Check:
-    """Return the check of a whole number from 1 to `most`; why: no more than that."""
+    """Return the check of a whole number from 1 to `most`. why: its reason, for messages."""
 
     def check(key: str, value: int) -> None:
         at_least(key, value, 1)
@@ -77,20 +77,20 @@ Rate = Annotated[float, below_one]  # [0, 1)
 
 
 class Settings:
-    """A part of the config, or a part of one."""
+    """Base class of the parts of the config and of nested settings."""
 
-    KEY: ClassVar[str]  # before the names of its settings
+    KEY: ClassVar[str]  # prefix of its settings' names
 
     def check(self) -> None:
-        """Raise ConfigError for the first setting that is impossible."""
+        """Raise ConfigError for the first impossible setting."""
         domains(self.KEY, self)
 
 
 def domains(key: str, part: Any) -> None:
     """Check that each setting of a part is null or in its domain, and each number within int32.
 
-    part: a dataclass, nested ones included. key: of the part, before the names in messages; empty
-    for arguments of the Python API.
+    part: a dataclass; nested ones are checked too. key: prefix of the names in messages; empty for
+    arguments of the Python API.
     """
     checks = _checks(part.__class__)
     for field in fields(part):
@@ -103,7 +103,7 @@ def domains(key: str, part: Any) -> None:
             for place, each in _entries(name, value):
                 for check in checks[field.name]:
                     check(place, each)
-                if place == name:  # not an entry of a mapping, whose keys are the user's
+                if place == name:  # not an entry of a mapping: its keys are the user's
                     _number(name, each)
 
 
@@ -134,7 +134,7 @@ def _checks(cls: type) -> dict[str, tuple[Check, ...]]:
 
 
 def _checks_of(hint: Any) -> Iterator[Check]:
-    """Yield the checks of a type, those in `Count | None` and `list[Count]` included."""
+    """Yield the checks of a type, also of those inside it: `Count | None`, `list[Count]`."""
     if get_origin(hint) is Annotated:
         yield from hint.__metadata__
         return
@@ -143,18 +143,18 @@ def _checks_of(hint: Any) -> Iterator[Check]:
 
 
 def settings_from(cls: Any, values: Any, key: str) -> Any:
-    """Return an instance of a dataclass of settings, nested ones included.
+    """Return the settings in a mapping as the dataclass `cls`, nested settings included.
 
-    ConfigError for unknown and missing settings.
+    key: prefix of names in messages. ConfigError for unknown, missing and wrongly typed settings.
     """
     known, kinds = {field.name: field for field in fields(cls)}, get_type_hints(cls)
     takes = f"It takes {', '.join(known)}."
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{key}={values} is no mapping of settings. {takes}")
+        raise ConfigError(f"{key}={values} is not a mapping of settings. {takes}")
     values = cast("Mapping[str, Any]", values)
     for name in values:
         if name not in known:
-            raise ConfigError(f"{key}.{name} is no setting of this version of ppctl. {takes}")
+            raise ConfigError(f"{key}.{name} is not a setting of this version of ppctl. {takes}")
     for name, field in known.items():
         if name not in values and field.default is field.default_factory is MISSING:
             raise ConfigError(f"{key} has no {name}. {takes}")
@@ -163,7 +163,10 @@ def settings_from(cls: Any, values: Any, key: str) -> Any:
 
 
 def _typed(kind: Any, value: Any, key: str) -> Any:
-    """Return a value from a file: nested settings as their class, 1e12 (text, in YAML) as float."""
+    """Return a file's value converted to its type. ConfigError if it is of another type.
+
+    Nested settings become their class. 1e12 becomes a float: YAML reads it as text.
+    """
     if is_dataclass(kind):
         return settings_from(kind, value, key)
     kinds = get_args(kind) or (kind,)

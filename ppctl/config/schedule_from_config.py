@@ -26,7 +26,7 @@ CLASSES: tuple[type[settings.Schedule], ...] = (*_PLAIN, *_WITH_CHUNKS, settings
 
 
 class Requested(NamedTuple):
-    """A schedule, the label that tells it from others, and for schedule=auto the candidates."""
+    """A schedule, its label (name and knobs), and for schedule=auto the candidates."""
 
     schedule: Schedule
     label: str
@@ -38,7 +38,7 @@ class Planned(NamedTuple):
 
     step: ScheduledStep
     label: str
-    choice: Choice | None = None  # of schedule=auto
+    choice: Choice | None = None  # candidates of schedule=auto
 
 
 def schedule_of(
@@ -53,12 +53,14 @@ def schedule_of(
 ) -> Requested:
     """Return the schedule that `request` names. ScheduleError or ConfigError if it is impossible.
 
-    costs matter to schedule=auto and schedule.vocab=parallel. Of the first, most_chunks: stages a
-    rank that the model has layers for; makespan_s, rank_bytes: measures, see `choose`. in_lockstep:
-    ranks run ticks together, so that none waits for the others' parts of the vocabulary, and no
-    more microbatches need be in flight; nor are they where what ranks hold is capped.
+    Args:
+        costs: read by schedule=auto and schedule.vocab=parallel only.
+        most_chunks: for schedule=auto: maximum stages per rank; the model has no layers for more.
+        makespan_s, rank_bytes: for schedule=auto: measures of a schedule, see `choose`.
+        in_lockstep: ranks run ticks together. No rank then waits for another's part of the
+            vocabulary, so forwards run no further ahead of backwards.
     """
-    # 1. the schedule with the whole vocabulary on its first and last stage
+    # 1. the schedule, with the whole vocabulary on its first and last stage
     choice = None
     if isinstance(request, settings.Csv):
         schedule, text = read_valid(Path(request.path)), Path(request.path).name
@@ -81,6 +83,7 @@ def schedule_of(
         text = _knobs_text(request)
     # 2. the vocabulary divided over the ranks
     if request.vocab != "whole":
+        # schedule=auto caps memory, so its forwards run no further ahead either
         delay = 0 if in_lockstep or isinstance(request, settings.Auto) else None
         placed = costs if isinstance(costs, Costs) else costs(schedule.rank_of).costs
         schedule = with_vocabulary(schedule, delay, placed)
@@ -96,11 +99,12 @@ def pipeline_of(
     costs_of: CostsOf | None = None,
     in_ticks_bytes: Callable[[Ticks], int] | None = None,
 ) -> Planned:
-    """Return a run's schedule as its executor runs it. ScheduleError, ConfigError if impossible.
+    """Return a run's schedule as its executor runs it. ScheduleError or ConfigError if impossible.
 
-    trained: the share of the layers' weights that are trained. For schedule=auto, costs_of: costs
-    of a model's stages on any placement (None: all the same); in_ticks_bytes: the bytes of a rank
-    in lockstep, where bytes are capped.
+    Args:
+        trained: share of the layers' weights that are trained.
+        costs_of: for schedule=auto: costs of a model's stages on any placement; None: equal costs.
+        in_ticks_bytes: for schedule=auto in lockstep: bytes of a rank, if bytes are capped.
     """
     # 1. measures of a schedule in lockstep
     remat, in_ticks = Remat.of(executor.remat), executor.ENGINE.in_ticks
@@ -115,7 +119,7 @@ def pipeline_of(
         return lower(found).makespan_s(costs if costs_of is None else costs_of(found.rank_of).costs)
 
     def rank_bytes(found: Schedule) -> int:
-        assert in_ticks_bytes is not None, "called only with it"
+        assert in_ticks_bytes is not None, "called only with in_ticks_bytes"
         return in_ticks_bytes(lower(found))
 
     # 2. the schedule, and its ticks
@@ -148,13 +152,13 @@ def trained_share(model: AnyModel, optim: settings.Optim) -> float:
 
 
 def named(family: str, num_microbatches: int, num_chunks: int) -> settings.Schedule:
-    """Return the request for a family with its usual knobs, with num_chunks if it has that."""
+    """Return the request for a family with default knobs, and num_chunks if it has that knob."""
     knobs: dict[str, Any] = FAMILIES[family].knobs_for(num_chunks)
     return settings_of_family(family)(name=family, num_microbatches=num_microbatches, **knobs)
 
 
 def settings_of_family(family: str) -> type[settings.Schedule]:
-    """Return the class of a family's settings: the one with most of its knobs.
+    """Return the settings class of a family: the one with most of its knobs, and no other knobs.
 
     >>> settings_of_family("looped_bfs").__name__
     'Chunked'
@@ -166,9 +170,9 @@ def settings_of_family(family: str) -> type[settings.Schedule]:
 def settled(
     request: settings.Schedule, mesh: settings.Mesh, *, is_free: bool
 ) -> tuple[settings.Schedule, settings.Mesh]:
-    """Return a request and mesh with the sizes of a CSV file; others as they are.
+    """Return a request and its mesh, with missing sizes of schedule=csv taken from the file.
 
-    is_free: the ranks are not stated, so that they are those of the file, too.
+    is_free: the number of ranks is not stated either: take it from the file.
     """
     if not isinstance(request, settings.Csv) or not (is_free or request.num_microbatches == 0):
         return request, mesh
@@ -179,11 +183,12 @@ def settled(
 
 
 def read(path: str | Path) -> Schedule:
-    """Return the schedule in a CSV file: a line a rank, cells such as 2F0 in program order.
+    """Return the schedule in a CSV file. Each line lists the tasks of a rank in program order.
 
-    F, B, I and W are a forward, a backward, and its gradients of inputs and weights; 2F0 is that of
-    stage 2 and microbatch 0. A stage is on the first rank that names it. PyTorch's pipelining reads
-    and writes the same text. ConfigError if unreadable, ScheduleError if invalid.
+    The task 2F0 is the forward of stage 2 and microbatch 0. B is a whole backward; I and W are its
+    two parts, the gradients of inputs and of weights. A stage is on the first rank that names it.
+    PyTorch's pipelining reads and writes the same text. ConfigError if the file is unreadable,
+    ScheduleError if the schedule is invalid.
     """
     try:
         return from_csv(read_text(path), str(path))
@@ -192,7 +197,7 @@ def read(path: str | Path) -> Schedule:
 
 
 def read_valid(path: Path) -> Schedule:
-    """Return the same as `read`, its error in one line: `ppctl schedule check` draws the fault."""
+    """Return `read(path)`. A ScheduleError has one line, and refers to `ppctl schedule check`."""
     try:
         return read(path)
     except ScheduleError as error:
@@ -201,7 +206,7 @@ def read_valid(path: Path) -> Schedule:
 
 
 def label(schedule: settings.Schedule) -> str:
-    """Return name and knobs: the number of chunks, and all that differ from their defaults.
+    """Return a schedule's name, with num_chunks and all other knobs that are not at their defaults.
 
     >>> label(settings.Interleaved(num_chunks=4, vocab="parallel"))
     'interleaved (num_chunks=4), vocab=parallel'

@@ -1,4 +1,4 @@
-"""Data sets: examples, their order, the rows of a batch. A function for each choice of `data`."""
+"""Data sets: examples, their order, and batches. One function per choice of `data`."""
 
 from ppctl.data.dataset import Batch, DataSet, with_held_out
 from ppctl.data.generated_data import regression, synthetic

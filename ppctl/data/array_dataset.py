@@ -13,11 +13,11 @@ ORDER_SEED = 0  # not the run's seed: runs that differ in the seed hold out the 
 
 
 def from_arrays(arrays: Mapping[str, Any], *, source: str, **how: Any) -> DataSet:
-    """Return the data set of "inputs" and maybe "targets" (else inputs), each [num_examples, ...].
+    """Return a data set of arrays [num_examples, ...]: "inputs" and "targets" (default: inputs).
 
     The held-out examples are drawn at random, the same ones for every seed: files are often sorted
     by class. `source` opens messages; how: batch_size, seed, eval_fraction. Raises DataError for
-    a value that is no array of numbers, for arrays of several lengths, and for too few examples.
+    a value that is not an array of numbers, arrays of different lengths, or too few examples.
     """
     # 1. the arrays, checked
     for name, array in arrays.items():
@@ -31,7 +31,7 @@ def from_arrays(arrays: Mapping[str, Any], *, source: str, **how: Any) -> DataSe
         raise DataError(f"{source} has {names}; name one of them inputs.")
     if len({len(array) for array in arrays.values()}) > 1:
         lengths = ", ".join(f"{len(array)} of {name}" for name, array in arrays.items())
-        raise DataError(f"{source} has {lengths}; every array holds one entry an example.")
+        raise DataError(f"{source} has {lengths}; every array needs one entry per example.")
     inputs = arrays["inputs"]
     columns = {"inputs": inputs, "targets": arrays.get("targets", inputs)}
 

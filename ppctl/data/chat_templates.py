@@ -1,8 +1,7 @@
-"""Chat templates: from messages to the text for training, with the places of the answers.
+"""Chat templates: render messages as training text, and locate the answers in it.
 
-A template is a program in Jinja's language that comes with a tokenizer, so it runs in Jinja's
-sandbox: it reaches the messages and no attribute, file or module of this process, and changes
-nothing.
+A template is a Jinja program that comes with a tokenizer, so it runs in Jinja's sandbox: it reads
+the messages, but no private attribute, file or module of this process, and it changes nothing.
 """
 
 import json
@@ -18,13 +17,13 @@ from ppctl.user_files import check_text, read_text
 
 FILE = "chat_template.jinja"
 BEGIN, END = "\ufdd0", "\ufdd1"  # noncharacters: mark the text in {% generation %} while rendering
-MOST_LETTERS = 2**18  # letters of a template; usual: 2,000 to 20,000
-MOST_STEPS = 2**20  # items of loops to render a chat once; usual: a few for each message
-CALL_STEPS = 8  # steps that a call counts as: it takes longer
-MOST_PRODUCT = 2**24  # letters of a repeated text
-TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")  # names that templates read
+MOST_LETTERS = 2**18  # characters of a template; usually 2,000 to 20,000
+MOST_STEPS = 2**20  # loop items and calls to render a chat; usually a few per message
+CALL_STEPS = 8  # steps per call, which takes longer than a loop item
+MOST_PRODUCT = 2**24  # characters or items of a repeated value
+TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")  # names that templates use
 GENERATION = "{% generation %}"
-CHATML = (  # OpenAI's ChatML, with the assistant's words marked
+CHATML = (  # OpenAI's ChatML; {% generation %} encloses the assistant's words
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
@@ -44,16 +43,17 @@ class ChatTemplate:
 
 
 class Chat(NamedTuple):
-    """Messages as text, and the assistant's characters (from, to), its ends of turns included."""
+    """Rendered messages, and the ranges (start, stop) of answers with their end-of-turn marks."""
 
     text: str
     answers: tuple[tuple[int, int], ...]
 
 
 def chat_template(directory: Path, settings: Mapping[str, Any]) -> ChatTemplate | None:
-    """Return the template in chat_template.jinja or a tokenizer's settings; None without one.
+    """Return the template of chat_template.jinja, else of a tokenizer's settings; None without.
 
-    Of several templates the one named default. Raises DataError for a template that is no text.
+    Of a list of templates, the one named "default". Raises DataError if the template is not a
+    string or too long.
     """
     tokens = tuple((name, token) for name in TOKENS if (token := special_token(settings, name)))
     file = directory / FILE
@@ -78,13 +78,13 @@ def chat_template(directory: Path, settings: Mapping[str, Any]) -> ChatTemplate 
 
 def _template(place: Path, source: str, tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
     if len(source) > MOST_LETTERS:
-        what = f"{place}: a chat template of {len(source):,} letters; {MOST_LETTERS:,} are read"
-        raise DataError(f"{what}. Use another, or remove it.")
+        what = f"{place}: a chat template of {len(source):,} characters; at most {MOST_LETTERS:,}"
+        raise DataError(f"{what} are allowed. Use another, or remove it.")
     return ChatTemplate(source, tokens)
 
 
 def special_token(settings: Mapping[str, Any], name: str) -> str | None:
-    """Return a special token, such as eos_token, in settings: a text, or an object with one.
+    """Return a special token such as eos_token from settings: a string, or an object's "content".
 
     >>> special_token({"eos_token": {"content": "</s>"}}, "eos_token")
     '</s>'
@@ -96,11 +96,11 @@ def special_token(settings: Mapping[str, Any], name: str) -> str | None:
 
 
 def render(template: ChatTemplate, messages: Messages) -> Chat:
-    """Return messages as text, with the places of the assistant's words.
+    """Render messages as text, and locate the assistant's words.
 
-    The template encloses them in {% generation %}. Without it, they are the text that an
-    assistant's message adds to the text before it and the template's prompt for an answer. Raises
-    DataError where the template fails, or the text of some messages does not begin that of more.
+    A template with {% generation %} marks them. Otherwise they are the text that an assistant's
+    message adds to the text of the messages before it with the prompt for an answer. Raises
+    DataError if the template fails, or if the text of all messages does not begin with these texts.
     """
     check_messages(messages)
     marked = _rendered(template, messages)
@@ -115,30 +115,30 @@ def render(template: ChatTemplate, messages: Messages) -> Chat:
         if not (marked.startswith(through) and through.startswith(before)):
             raise DataError(
                 f"the chat template's text of {number} messages is not the beginning of its text "
-                f"of {number + 1}, so that an answer's words are not known. "
-                f"Use a template with {GENERATION} round them."
+                f"of {number + 1}, so the answer cannot be located. "
+                f"Use a template with {GENERATION} round answers."
             )
         answers.append((len(before), len(through)))
     return Chat(marked, tuple(answers))
 
 
 def render_question(template: ChatTemplate, messages: Messages) -> str:
-    """Return messages as text, up to the start of the answer. Raises DataError as `render`."""
+    """Render messages as text up to the start of the answer. DataError if the template fails."""
     check_messages(messages)
     text = _rendered(template, messages, add_generation_prompt=True)
     return text.replace(BEGIN, "").replace(END, "")
 
 
 def check_messages(messages: object) -> None:
-    """Raise DataError for a value that is no list of messages."""
+    """Raise DataError for a value that is not a list of messages."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise DataError(f"{_shown(messages)} is no list of messages.")
+        raise DataError(f"{_shown(messages)} is not a list of messages.")
     for message in cast("Sequence[Any]", messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             example = '{"role": ..., "content": ...}'
-            raise DataError(f"{_shown(message)} is no message: write {example}.")
+            raise DataError(f"{_shown(message)} is not a message: write {example}.")
         if BEGIN in (text := json.dumps(message, ensure_ascii=False)) or END in text:
-            raise DataError("a message holds U+FDD0 or U+FDD1, which are no characters.")
+            raise DataError("a message holds U+FDD0 or U+FDD1, which are not characters.")
 
 
 def _shown(value: object) -> str:
@@ -158,7 +158,7 @@ def _rendered(
         return text
     except DataError:
         raise
-    except Exception as error:  # anything that the template's program raises
+    except Exception as error:  # any error of the template's program
         why = f"{type(error).__name__}: {one_line(error).rstrip('.')}"
         raise DataError(f"the chat template fails ({why}). Correct it, or use another.") from error
 
@@ -186,14 +186,14 @@ def _compiled(source: str) -> Any:
         def _marked(self, caller: Any) -> str:
             return BEGIN + caller() + END
 
-    # 2. transformers' functions, but for strftime_now: the same text on any day
+    # 2. the functions of transformers, except strftime_now: the text must not depend on the day
     def refuse(message: str) -> None:
         raise ValueError(message)
 
     def to_json(value: Any, **options: Any) -> str:
         return json.dumps(value, **{"ensure_ascii": False, **options})
 
-    # 3. steps are counted: no loop, call or product goes on without end
+    # 3. count steps, so that no loop, call or product runs forever
     class Sandbox(ImmutableSandboxedEnvironment):
         intercepted_binops = frozenset(("*", "**"))
         num_steps = 0
@@ -213,6 +213,7 @@ def _compiled(source: str) -> Any:
                 raise ValueError(f"the result of {operator} is too large")
             return super().call_binop(context, operator, left, right)
 
+    # 4. the template, with a counter in each loop
     environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
@@ -226,7 +227,7 @@ def _compiled(source: str) -> Any:
 
 
 def _size(operator: str, left: Any, right: Any) -> int:
-    """Return the letters or items of a repeated value; of numbers the bits, 256 times."""
+    """Return the characters or items of a repeated value; for integers, 256 times the bits."""
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length()
         return 256 * (bits * right if operator == "**" else bits + right.bit_length())

@@ -1,4 +1,4 @@
-"""A data set maps example numbers to arrays; grain puts the numbers in order and reads ahead."""
+"""A data set maps indices of examples to arrays; grain orders the indices and reads ahead."""
 
 import hashlib
 import json
@@ -15,10 +15,10 @@ import numpy as np
 from ppctl.errors import DataError
 
 Batch = dict[str, np.ndarray]
-Part = tuple[int, int, float]  # examples to train on, held-out ones, weight
+Part = tuple[int, int, float]  # training examples, held-out examples, weight
 
-ORDER_VERSION = 1  # part of every fingerprint: raise it when the same settings mean other batches
-EVAL_ORDER_SEED = 0  # not the run's seed: all seeds are compared on the same text
+ORDER_VERSION = 1  # part of every fingerprint: raise it when the same settings give other batches
+EVAL_ORDER_SEED = 0  # not the run's seed, so that all seeds are evaluated on the same text
 READ_AHEAD = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
 
 
@@ -26,39 +26,40 @@ READ_AHEAD = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
 class DataSet:
     """Training examples 0..num_examples-1, then num_eval_examples held-out ones, and their order.
 
-    Global batch k is a function of only the data, `seed`, `batch_size` and k: neither of earlier
-    batches nor of the division of its rows. Every epoch is shuffled anew, if at all; a batch may
-    hold the end of one and the start of the next.
+    Global batch k depends only on the data, `seed`, `batch_size` and k, not on earlier batches or
+    on how its rows are divided. If the data are shuffled, every epoch has a new order. A batch may
+    hold the end of one epoch and the start of the next.
     """
 
-    name: str  # the choice in the config, as in data=stdlib
-    source: str  # the files or the rule, for people
-    fingerprint: str  # sha256 of the content and of everything that decides the order
-    batch_size: int  # global, examples a step
+    name: str  # choice in the config, as in data=stdlib
+    source: str  # the files or the rule, as shown to users
+    fingerprint: str  # sha256 of the content and of all settings of the order
+    batch_size: int  # examples per step, global
     seed: int
-    num_examples: int  # to train on: one epoch
-    num_eval_examples: int  # held out
-    read: Callable[[np.ndarray], Batch] = field(repr=False, compare=False)  # [n] to [n, ...]
-    vocab_size: int | None = None  # None: rows of numbers
-    input_dim: int | None = None  # features a row; None: tokens
+    num_examples: int  # training examples: one epoch
+    num_eval_examples: int  # held-out examples
+    read: Callable[[np.ndarray], Batch] = field(repr=False, compare=False)  # [n] -> [n, ...]
+    vocab_size: int | None = None  # None: numeric data
+    input_dim: int | None = None  # features per row; None: tokens
     target_dim: int | None = None
-    is_shuffled: bool = True  # False: every epoch meets its examples in the order of their numbers
+    is_shuffled: bool = True  # False: each epoch is in the order of the indices
     is_packed: bool = False  # inputs mark where documents start, see `ppctl.data.pack_documents`
     mixture: Sequence[Part] = ()  # consecutive parts, mixed by weight, each with a separate order
-    num_short: int = 0  # examples of fewer targets, after all others: not met in training
+    num_short: int = 0  # examples with fewer targets, numbered last; not used in training
 
     def batches(self, start_step: int = 0, rows: Sequence[int] | None = None) -> Iterator[Batch]:
-        """Yield global batches start_step, start_step+1, ... without end, of each `rows` (all).
+        """Yield global batches start_step, start_step+1, ... without end.
 
-        Tokens: inputs and targets int32 [rows, seq_len], targets the next token. Numbers: inputs
-        float32 [rows, input_dim], targets float32 [rows, target_dim]. Earlier batches are not read.
+        rows: the rows of each batch to read; None: all. Token data have int32 inputs and targets
+        [rows, seq_len]; a target is the next token. Numeric data have float32 inputs
+        [rows, input_dim] and targets [rows, target_dim]. Earlier batches are not read.
         """
         assert start_step >= 0, start_step
         steps = range(start_step, sys.maxsize // self.batch_size)
         return self._in_order(self._order(), steps, rows)
 
     def examples_of(self, step: int) -> list[int]:
-        """Return the numbers of the examples in batch `step`, in order."""
+        """Return the indices of the batch_size examples in global batch `step`, in order."""
         order: Any = self._order()
         first = step * self.batch_size
         return [int(order[first + row]) for row in range(self.batch_size)]
@@ -66,7 +67,7 @@ class DataSet:
     def eval_batches(self, num_batches: int, rows: Sequence[int] | None = None) -> Iterator[Batch]:
         """Yield `rows` of the first num_batches held-out batches, the same for every seed.
 
-        Raises DataError, at the call and not at the first batch, when fewer batches are held out.
+        Raises DataError, when called and not at the first batch, if fewer batches are held out.
         """
         if self.num_eval_examples == 0:
             raise DataError(
@@ -88,7 +89,7 @@ class DataSet:
         return self._in_order(held_out_of(self.num_examples, self._parts), range(num_batches), rows)
 
     def numbers(self, *, held_out: bool) -> range:
-        """Return the numbers of all examples, or of all held-out ones: each target once."""
+        """Return the indices of all examples, or of all held-out ones. Each target occurs once."""
         num_held_out = sum(number for _, number, _ in self._parts)
         if held_out and not num_held_out:
             return range(0)
@@ -100,7 +101,7 @@ class DataSet:
         return self.mixture or ((self.num_examples, self.num_eval_examples, 1.0),)
 
     def _order(self) -> grain.MapDataset[int]:
-        """Return the numbers of the examples to train on, without end."""
+        """Return the endless sequence of the training examples' indices."""
         bounds = np.cumsum([0, *(num for num, _, _ in self._parts)]).tolist()
         orders = []
         for i, (first, last) in enumerate(pairwise(bounds)):
@@ -120,13 +121,16 @@ class DataSet:
             first = step * self.batch_size
             return self.read(np.array([order[first + row] for row in rows], dtype=np.int64))
 
-        order[0]  # grain sets its counters up on the first access, and not thread-safely
+        order[0]  # grain sets up its counters on the first access, which is not thread-safe
         numbers = grain.MapDataset.range(steps.start, steps.stop)
         return iter(numbers.map(batch).to_iter_dataset(READ_AHEAD))
 
 
 def held_out_of(first: int, mixture: Sequence[Part]) -> grain.MapDataset[int]:
-    """Return the numbers of the held-out examples, from `first` on, until a part is used up."""
+    """Return the sequence of the held-out examples' indices, which start at `first`.
+
+    A mixture ends when one of its parts is used up.
+    """
     bounds = np.cumsum([first, *(num for _, num, _ in mixture)]).tolist()
     ranges = [grain.MapDataset.range(a, b) for a, b in pairwise(bounds)]
     orders = [numbers.shuffle(seed=EVAL_ORDER_SEED) for numbers in ranges]
@@ -136,21 +140,23 @@ def held_out_of(first: int, mixture: Sequence[Part]) -> grain.MapDataset[int]:
 def mixed(
     orders: Sequence[grain.MapDataset[int]], weights: Sequence[float]
 ) -> grain.MapDataset[int]:
-    """Return several orders as one, by weights; a single order unchanged."""
+    """Return one sequence of indices, mixed from several by weight; a single one is unchanged."""
     if len(orders) == 1:
         return orders[0]
     for order in orders:
-        order[0]  # grain sets its counters up on the first access, and not thread-safely
+        order[0]  # grain sets up its counters on the first access, which is not thread-safe
     return grain.MapDataset.mix(orders, weights)
 
 
 def _order_seed(seed: int, *part: int) -> int:
-    # grain shuffles epoch e with seed+e: unmixed, epoch 1 of seed 0 would be epoch 0 of seed 1.
+    # grain shuffles epoch e with seed+e: without a hash, epoch 1 of seed 0 = epoch 0 of seed 1.
     return int(np.random.SeedSequence(seed, spawn_key=part).generate_state(1)[0])
 
 
 def num_held_out(have: str, num_examples: int, eval_fraction: float, batch_size: int) -> int:
-    """Return the number of held-out examples. DataError, opened by `have`, for too few of a part.
+    """Return the number of held-out examples. DataError if a part is smaller than a batch.
+
+    have: opens messages.
 
     >>> num_held_out("data.num_rows=1000", 1000, 0.05, 32)
     50
@@ -186,9 +192,9 @@ def divided(
     eval_fraction: float,
     **facts: Any,
 ) -> DataSet:
-    """Return the data set of num_examples, whose last eval_fraction is held out.
+    """Return a data set of num_examples examples, the last eval_fraction of them held out.
 
-    content: all that decides the examples, as JSON values; facts: other fields of a DataSet.
+    content: JSON values that determine the examples; facts: other fields of a DataSet.
     """
     num_eval = num_held_out(have, num_examples, eval_fraction, batch_size)
     order = {"name": name, "batch_size": batch_size, "seed": seed}
@@ -202,7 +208,7 @@ def divided(
 
 
 def with_held_out(data: DataSet, held_out: DataSet) -> DataSet:
-    """Return a data set to train on whose held-out examples are all of another one."""
+    """Return `data` with all examples of `held_out` as its held-out examples."""
     first = data.num_examples
 
     def read(numbers: np.ndarray) -> Batch:
@@ -230,23 +236,26 @@ def fingerprint(**parts: object) -> str:
 
 
 def generator(seed: int, *key: int) -> np.random.Generator:
-    """Return random numbers that depend on only (seed, key): an example needs no earlier ones."""
+    """Return a generator that depends only on (seed, key): examples are drawn in any order."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=key)))
 
 
-# --- a data set without its examples, as checkpoints keep it to build the trained model again ---
+# --- descriptions in checkpoints: the fields of a data set, without its examples -----------------
 
 STORED = tuple(each.name for each in fields(DataSet) if each.name != "read")
 
 
 def description(data: DataSet, shapes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sizes, names and an example's types as plain JSON; shapes: of a batch [batch, ...]."""
+    """Return the fields of `data` and the types of an example, as JSON values.
+
+    shapes: the shape [batch, ...] and dtype of each array of a batch, by name.
+    """
     example = {name: [str(np.dtype(a.dtype)), *a.shape[1:]] for name, a in shapes.items()}
     return {name: getattr(data, name) for name in STORED} | {"example": example}
 
 
 def described(stored: Mapping[str, Any]) -> DataSet:
-    """Return the data set of a description, whose examples are all zeros.
+    """Return the data set of a `description`, with zeros as examples.
 
     >>> stored = {"name": "custom", "source": "", "fingerprint": "", "batch_size": 4, "seed": 0}
     >>> stored |= {"num_examples": 8, "num_eval_examples": 0, "example": {"inputs": ["float32", 5]}}

@@ -1,12 +1,12 @@
-"""Documents in files as people have them: text, JSON lines, Parquet; plain or compressed.
+"""Documents in the usual files: text, JSON lines or Parquet, plain or compressed.
 
-The name of a file says its kind:
+The file name determines the format:
 
-.jsonl .ndjson   an object a line, with the text in a field
+.jsonl .ndjson   one object per line, with the text in a field
 .parquet         rows, with the text in a column
 anything else    text
 
-All but Parquet may end in .gz or .zst too.
+All except Parquet may also end in .gz or .zst.
 """
 
 import codecs
@@ -27,29 +27,29 @@ from ppctl.user_files import UTF_16, check_text, open_file
 
 KINDS = {".jsonl": "json_lines", ".ndjson": "json_lines", ".parquet": "parquet"}  # others: text
 COMPRESSED = (".gz", ".zst")
-NOT_TEXT = b"\0"  # a byte that no text holds
+NOT_TEXT = b"\0"  # byte that never occurs in text
 UTF_8 = "utf-8-sig"  # with or without a byte order mark
 IS_UTF_16 = "is UTF-16: write it as UTF-8"
 CHUNK_BYTES = 1 << 20
 ROWS_AT_ONCE = 256
-PROGRESS_S = 15.0  # between two lines
+PROGRESS_S = 15.0  # seconds between progress lines
 
-DAMAGED = (EOFError, zlib.error)  # errors of compressed files
+DAMAGED = (EOFError, zlib.error)  # errors of damaged compressed files
 
 Content = str | Sequence[Any]  # a text, or the messages of a chat
 
 
 class Document(NamedTuple):
-    """A document, or a piece of one that is long."""
+    """A document, or a piece of a long document."""
 
     content: Content
-    place: str  # for people: "FILE line 3"
-    prompt: str = ""  # comes before the content, and is not learned
-    goes_on: bool = False  # the next piece is of the same document
+    place: str  # shown to users: "FILE line 3"
+    prompt: str = ""  # text before the content, not learned
+    goes_on: bool = False  # the document continues in the next piece
 
 
 class Broken(NamedTuple):
-    """A line, row or file that should have been a document."""
+    """A line, row or file that is not a valid document."""
 
     place: str
     reason: str
@@ -59,9 +59,9 @@ class Broken(NamedTuple):
 class Fields:
     """The fields (JSON lines) or columns (Parquet) of a document, and the unit of plain text."""
 
-    text: str = "text"  # holds a text, or the messages of a chat
-    prompt: str | None = None  # holds a text before it, which is not learned
-    document: str = "file"  # of plain text: file | paragraph | line
+    text: str = "text"  # field with a text, or the messages of a chat
+    prompt: str | None = None  # field with a prompt, not learned
+    document: str = "file"  # unit of plain text: file | paragraph | line
 
     @property
     def names(self) -> list[str]:
@@ -69,10 +69,10 @@ class Fields:
 
 
 class Source(NamedTuple):
-    """Files, and how they are read."""
+    """Files, and how to read them."""
 
     files: Sequence[Path]
-    unnamed: frozenset[Path]  # files found in a directory, which need not hold text
+    unnamed: frozenset[Path]  # files found in a directory: left out silently if not text
     fields: Fields
     skips_broken: bool
 
@@ -88,10 +88,10 @@ def kind_of(file: Path) -> str:
 
 
 def documents_of(source: Source, doing: str) -> Iterator[Document | Broken]:
-    """Yield the documents of all files and the skipped broken ones; now and then a line says how
-    far `doing` it is.
+    """Yield the documents of all files, and skipped broken ones; print progress from time to time.
 
-    Raises DataError for a broken document that is not to be skipped.
+    doing: verb of the progress lines. Raises DataError for a broken document that may not be
+    skipped.
     """
     began = told = time.monotonic()
     num_read = 0
@@ -110,7 +110,7 @@ def documents_of(source: Source, doing: str) -> Iterator[Document | Broken]:
 
 
 def check_skipped(broken: Broken, source: Source) -> None:
-    """Raise DataError for a broken document, unless such are skipped."""
+    """Raise DataError for a broken document, unless the source skips broken ones."""
     if not source.skips_broken:
         place, reason = broken
         skip = setting("data.on_error", "skip")
@@ -118,12 +118,12 @@ def check_skipped(broken: Broken, source: Source) -> None:
 
 
 def read_documents(file: Path, fields: Fields) -> Iterator[Document | Broken]:
-    """Yield the documents of a file and the broken ones, in order. DataError for no access."""
+    """Yield a file's documents and broken ones, in order. DataError if it cannot be read."""
     readers = {"text": _text, "json_lines": _json_lines, "parquet": _parquet}
     try:
         yield from readers[kind_of(file)](file, fields)
     except OSError as error:
-        if not error.strerror:  # of pyarrow, for a damaged file
+        if not error.strerror:  # pyarrow's error for a damaged file
             yield Broken(str(file), str(error))
             return
         raise unreadable(file, error) from error
@@ -139,7 +139,7 @@ def unreadable(file: Path, error: OSError) -> DataError:
 
 
 def why_no_text(file: Path) -> str | None:
-    """Return the reason why a file holds no UTF-8 text; None if it does."""
+    """Return the reason why a file is not UTF-8 text; None if it is."""
     decoder, position = codecs.getincrementaldecoder(UTF_8)(), 0
     try:
         with _opened(file) as source:
@@ -147,12 +147,12 @@ def why_no_text(file: Path) -> str | None:
                 if not position and chunk.startswith(UTF_16):
                     return IS_UTF_16
                 if NOT_TEXT in chunk:
-                    return f"is no text: byte {position + chunk.index(NOT_TEXT)} is 0"
+                    return f"is not text: byte {position + chunk.index(NOT_TEXT)} is 0"
                 decoder.decode(chunk)
                 position += len(chunk)
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
-        return f"is no UTF-8 text ({error.reason} at about byte {position + error.start})"
+        return f"is not UTF-8 text ({error.reason} at about byte {position + error.start})"
     except DAMAGED as error:
         return f"is cut short or damaged ({error})"
     return None if position else "is empty"
@@ -181,7 +181,7 @@ def _text(file: Path, fields: Fields) -> Iterator[Document | Broken]:
 
 
 def _pieces(file: Path, source: IO[bytes]) -> Iterator[Document]:
-    """Yield the text of a file in pieces that are cut at ends of lines, each about CHUNK_BYTES."""
+    """Yield a file's text in pieces of about CHUNK_BYTES that are cut after lines."""
     decoder, held = codecs.getincrementaldecoder(UTF_8)(), ""
     while chunk := source.read(CHUNK_BYTES):
         cut = _cut(held)
@@ -192,10 +192,10 @@ def _pieces(file: Path, source: IO[bytes]) -> Iterator[Document]:
 
 
 def _cut(text: str) -> int:
-    """Return the last place to cut a text: the end of a line, after a letter; 0 without one.
+    """Return the last place to cut a text: a line break after a letter; 0 without one.
 
-    Byte-level tokenizers join a line's end with punctuation before it or space after it, but never
-    with a letter.
+    Byte-level tokenizers join a line break with punctuation before it or space after it, but never
+    with a letter, so such a cut changes no token.
 
     >>> _cut("one\\ntwo;\\n\\nthree")
     3
@@ -229,11 +229,11 @@ def _json_lines(file: Path, fields: Fields) -> Iterator[Document | Broken]:
 
 
 def _of_row(row: Any, place: str, fields: Fields) -> Document | Broken:
-    """Return the document of a row: values by name, or a line of JSON with them."""
+    """Return the document of a row: a dict of fields, or a line of JSON with them."""
     try:
         row = json.loads(row) if isinstance(row, bytes) else row
     except (ValueError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError
-        return Broken(place, f"is no JSON ({error})")
+        return Broken(place, f"is not JSON ({error})")
     if not isinstance(row, dict):
         return Broken(place, f"holds {type(row).__name__}, not an object with fields")
     row = cast("dict[str, Any]", row)
@@ -255,9 +255,9 @@ def _of_row(row: Any, place: str, fields: Fields) -> Document | Broken:
 
 
 def json_value(value: Any) -> Any:
-    """Return a value as JSON holds it: dates, decimals and the like as text.
+    """Return a value in JSON's types: dates, decimals and the like become text.
 
-    ValueError for bytes, and for text that UTF-8 cannot hold.
+    Raises ValueError for bytes, and for text that UTF-8 cannot encode.
     """
     if isinstance(value, str):
         check_text(value)
@@ -268,7 +268,7 @@ def json_value(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [json_value(item) for item in cast("Sequence[Any]", value)]
     if isinstance(value, bytes):
-        raise ValueError("holds bytes, which are no text")
+        raise ValueError("holds bytes, which are not text")
     return value if value is None or isinstance(value, int | float) else str(value)
 
 
@@ -293,7 +293,7 @@ def _parquet(file: Path, fields: Fields) -> Iterator[Document | Broken]:
                 row += 1
                 yield _of_row(values, f"{file} row {row}", fields)
     except ArrowException as error:
-        yield Broken(f"{file} row {row + 1}" if row else str(file), f"is no Parquet ({error})")
+        yield Broken(f"{file} row {row + 1}" if row else str(file), f"is not Parquet ({error})")
         return
     if not row:
         yield Broken(str(file), "is empty")
@@ -304,7 +304,7 @@ def _parquet(file: Path, fields: Fields) -> Iterator[Document | Broken]:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[IO[bytes]]:
-    """Yield a file's decompressed bytes. The body raises one of DAMAGED where they are damaged."""
+    """Yield a file's decompressed bytes. Reading damaged ones raises one of DAMAGED."""
     with open_file(file) as raw:
         source: Any = raw
         if file.suffix == ".gz":
@@ -319,6 +319,6 @@ def _opened(file: Path) -> Iterator[IO[bytes]]:
         try:
             yield source
         except OSError as error:
-            if error.errno is None:  # of gzip and pyarrow
+            if error.errno is None:  # error of gzip or pyarrow
                 raise EOFError(str(error)) from error
             raise

@@ -17,10 +17,10 @@ def mixture(
     eval_fraction: float,
     **how: Any,
 ) -> DataSet:
-    """Return the data set of several parts: each has its weight's share of any run of sequences.
+    """Return a data set of several parts; each has its weight's share of any run of sequences.
 
-    Each part has separate epochs and holds out its eval_fraction. how: as of `text`. Raises
-    DataError for a part with too few examples to train on or to hold out.
+    Each part has separate epochs and holds out eval_fraction of its examples. how: further
+    arguments of `text`. Raises DataError if a part has too few examples to train on or to hold out.
     """
     # 1. the data set of each part
     how |= {"batch_size": 1, "seed": seed, "eval_fraction": eval_fraction}
@@ -34,7 +34,7 @@ def mixture(
     sizes = [(each.num_examples, each.num_eval_examples, each.num_short) for each in sets]
     trained, held_out, short = zip(*sizes, strict=True)
     bounds = np.cumsum([0, *trained, *held_out, *short])
-    before = (np.cumsum(sizes, axis=1) - sizes).T.ravel()  # a piece's first number in its part
+    before = (np.cumsum(sizes, axis=1) - sizes).T.ravel()  # first number of each piece in its part
 
     def read(numbers: np.ndarray) -> Batch:
         piece = np.searchsorted(bounds, numbers, side="right") - 1

@@ -14,14 +14,14 @@ from ppctl.data.dataset import Batch, DataSet, divided
 from ppctl.data.token_windows import NO_TOKEN, digest
 from ppctl.errors import DataError
 
-MOST_OPEN = 64  # sequences with room at a time
+MOST_OPEN = 64  # sequences kept open for further pieces
 
 
 class Packing(NamedTuple):
-    """Pieces of documents by sequence: those of sequence i are bounds[i] : bounds[i + 1]."""
+    """Pieces of documents by sequence: sequence i has the pieces bounds[i] : bounds[i + 1]."""
 
-    starts: np.ndarray  # the piece's first token
-    lengths: np.ndarray  # its inputs; as many targets, each one token later
+    starts: np.ndarray  # index of each piece's first token
+    lengths: np.ndarray  # inputs of each piece; its targets are one token later
     bounds: np.ndarray
 
 
@@ -39,8 +39,8 @@ def packed(
 ) -> DataSet:
     """Return the data set of documents packed into sequences of seq_len tokens, the last held out.
 
-    Document i is ids[ends[i - 1] : ends[i]], its last token only a target; `end` fills sequences
-    up. Other arguments are those of `from_tokens`. Raises DataError when there are too few.
+    Document i is ids[ends[i - 1] : ends[i]], its last token only a target; `end` pads sequences.
+    Other arguments are those of `from_tokens`. Raises DataError for too few sequences.
     """
     # 1. the pieces of each sequence
     packing = pack(ends, seq_len)
@@ -85,14 +85,13 @@ def packed(
 def pack(ends: np.ndarray, seq_len: int) -> Packing:
     """Return a best-fit packing: each document goes into the fullest open sequence with room.
 
-    A document that is longer than a sequence is cut, so that each of its tokens but the first is
-    predicted once; the piece after a cut starts anew. Of two pieces of the same length the first in
-    the data is placed first.
+    A document longer than a sequence is cut so that each of its tokens, except the first, is
+    predicted once. Each piece counts as a document. Pieces are placed in the order of the data.
 
     >>> pack(np.array([4, 6, 11]), 4).bounds.tolist()  # documents of 3, 1 and 4 inputs
     [0, 2, 3]
     """
-    # 1. a sequence for each piece
+    # 1. choose a sequence for each piece
     pieces: list[tuple[int, int, int]] = []  # first token, inputs, sequence
     room: list[tuple[int, int]] = []  # free tokens and sequence, ascending
     num_sequences, first = 0, 0
@@ -110,7 +109,7 @@ def pack(ends: np.ndarray, seq_len: int) -> Packing:
                 if len(room) > MOST_OPEN:
                     del room[0]
         first = last
-    # 2. pieces by sequence
+    # 2. order the pieces by sequence
     starts, lengths, sequences = np.asarray(pieces, np.int64).reshape(-1, 3).T
     order = np.argsort(sequences, kind="stable")
     bounds = np.cumsum(np.bincount(sequences + 1, minlength=num_sequences + 1))

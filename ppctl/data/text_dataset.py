@@ -18,15 +18,15 @@ from ppctl.errors import DataError
 from ppctl.user_files import why_not_plain
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-NOT_SOURCE = ("config-", "_sysconfigdata")  # differ by machine: written when Python was built
+NOT_SOURCE = ("config-", "_sysconfigdata")  # generated when Python is built: differ by machine
 GLOB = frozenset("*?[")
 
 
 def stdlib(*, tokenizer: str | None, end_token: str | None, cache_dir: str, **how: Any) -> DataSet:
     """Return the data set of this Python's standard library, without tests and packages.
 
-    how: packing, seq_len, batch_size, seed and eval_fraction. Raises DataError for a library
-    without sources (zipped, or compiled only), or too small for a batch.
+    how: packing, seq_len, batch_size, seed and eval_fraction. Raises DataError if the library has
+    no sources (zipped, or only compiled) or is too small for a batch.
     """
     version = ".".join(map(str, sys.version_info[:3]))
     root = Path(sysconfig.get_paths()["stdlib"])
@@ -55,10 +55,10 @@ def text(
     source: str | None = None,
     **how: Any,
 ) -> DataSet:
-    """Return the data set of a file, of files that match a pattern, or of all below a directory.
+    """Return the data set of a file, of files that match a pattern, or of a directory's files.
 
     Files are in the order of their paths. Hidden files and directories, links to directories, files
-    without text and `cache_dir` are left out. source: opens messages; how: as of `stdlib`. Raises
+    without text and `cache_dir` are left out. source: opens messages; how: as in `stdlib`. Raises
     DataError for a path without files, an unreadable file, a broken document unless on_error=skip,
     and too little for a batch.
     """
@@ -72,7 +72,7 @@ def text(
     if not len(tokens.ids):
         skipped = f"; {tokens.num_skipped} skipped, first: {tokens.first_skipped}"
         raise DataError(
-            f"{source}: no UTF-8 text there (hidden and binary files are passed over"
+            f"{source}: no UTF-8 text found (hidden and binary files are skipped"
             f"{skipped if tokens.num_skipped else ''}). "
             "Use another path, or data=tokens for files of token ids."
         )
@@ -80,7 +80,7 @@ def text(
 
 
 def _data_set(tokens: Tokens, by: Tokenizer, *, packing: bool, **how: Any) -> DataSet:
-    """Return the data set of documents as ids: packed, or in windows over all of them."""
+    """Return the data set of tokenized documents: packed, or in windows over all of them."""
     about = "" if by.name == BYTES else f", {len(tokens.ids):,} tokens of {by.name}"
     if tokens.num_skipped:
         about += f", {tokens.num_skipped} broken skipped (first: {tokens.first_skipped})"
@@ -101,7 +101,7 @@ def source_of(
 ) -> Source:
     """Return the files of several paths (file, pattern or directory), each once.
 
-    Raises DataError, opened by `opening` or the path, for a path without files.
+    Raises DataError for a path without files; the message begins with `opening`, else the path.
     """
     files, unnamed = dict[Path, None](), set[Path]()
     for path in paths:
@@ -124,7 +124,7 @@ def source_of(
 
 
 def files_below(root: Path, keep: Callable[[Path], bool]) -> list[Path]:
-    """Return files below `root` that, as all directories on the way, pass `keep`; in path order."""
+    """Return the files below `root` in path order; `keep` selects files and directories."""
     files: list[Path] = []
     for directory, subdirectories, names in os.walk(root):
         here = Path(directory)

@@ -1,10 +1,10 @@
-"""Documents as token ids, memory-mapped, written once and kept.
+"""Documents as token ids: written once to a cache directory, then memory-mapped.
 
-A directory holds ids.bin (the ids of all documents: after a text the tokenizer's end, of chats what
-their template writes), ends.bin (the end of each document), is_learned.bin (unless all ids are
-learned) and record.json (their types and digests). It is made under another name and renamed: a
-reader meets all of it or nothing. One process writes, the others wait for it, and one of them
-begins anew if it is killed.
+A directory holds ids.bin (the ids of all documents; the tokenizer's end token follows each text,
+and chats are as their template writes them), ends.bin (the end offset of each document),
+is_learned.bin (unless all ids are learned) and record.json (dtypes and digests). It is written
+under another name and then renamed, so readers find a complete directory or none. One process
+writes while the others wait; if it is killed, one of them starts over.
 """
 
 import fcntl
@@ -33,9 +33,9 @@ from ppctl.data.token_windows import digest, open_bin
 from ppctl.data.tokenizer import BYTES, Tokenizer
 from ppctl.errors import DataError
 
-VERSION = 4  # of the files; part of the directory's name
+VERSION = 4  # version of the files, hashed into the directory's name
 RECORD = "record.json"
-CHARS_AT_ONCE = 1 << 22  # encoded together, on all cores
+CHARS_AT_ONCE = 1 << 22  # characters encoded together, on all cores
 
 
 class Tokens(NamedTuple):
@@ -43,7 +43,7 @@ class Tokens(NamedTuple):
 
     ids: np.ndarray  # memory-mapped
     ends: np.ndarray  # int64
-    is_learned: np.ndarray | None  # of each id; None: all are
+    is_learned: np.ndarray | None  # [num_ids]; None: all are learned
     content: str  # digests of the arrays
     num_skipped: int
     first_skipped: str  # place and reason
@@ -52,11 +52,11 @@ class Tokens(NamedTuple):
 def cached_tokens(
     name: str, source: Source, tokenizer: Tokenizer, salt: str, cache_dir: str
 ) -> Tokens:
-    """Return the documents of files as ids, from the cache or written to it.
+    """Return the documents of files as ids, from the cache or newly written to it.
 
-    The directory's name is a hash of the files' paths, sizes and times and all that decides the
-    ids; a damaged one is written again. DataError for a broken document, unless it is skipped, an
-    unreadable file, and a cache that cannot be written.
+    The directory's name contains a hash of the files' paths, sizes and times and of all settings
+    that determine the ids. A damaged directory is written again. Raises DataError for a broken
+    document that may not be skipped, an unreadable file, and a cache that cannot be written.
     """
     path = Path(cache_dir).expanduser() / f"{name}-{_key(source, tokenizer, salt)}.tokens"
     tokens = _read(path)
@@ -89,7 +89,7 @@ def _key(source: Source, tokenizer: Tokenizer, salt: str) -> str:
 
 
 def _read(path: Path) -> Tokens | None:
-    """Return the tokens in a directory; None where it does not exist or is damaged."""
+    """Return the tokens in a directory; None if it does not exist or is damaged."""
     try:
         record = json.loads((path / RECORD).read_text())
         dtypes, digests = record["dtypes"], record["digests"]
@@ -119,11 +119,11 @@ def _unusable(path: Path, done: str, error: OSError) -> DataError:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a directory, and leave no unfinished files. OSErrors become a DataError."""
+    """Hold a directory's lock; at the end remove unfinished files. OSErrors become a DataError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".lock").open("ab") as lock:
-            with suppress(OSError):  # no locks in this file system: each process writes
+            with suppress(OSError):  # file system without locks: each process writes
                 fcntl.flock(lock, fcntl.LOCK_EX)
             try:
                 yield
@@ -134,7 +134,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, source: Source, tokenizer: Tokenizer) -> None:
-    """Write the documents of files under another name, then rename the directory."""
+    """Write the ids of documents under another name, then rename the directory."""
     made = path.with_suffix(".tmp")
     for directory in (made, path):
         shutil.rmtree(directory, ignore_errors=True)
@@ -148,7 +148,7 @@ def _write(path: Path, source: Source, tokenizer: Tokenizer) -> None:
         def append(name: str, values: Any) -> None:
             files[name].write(np.asarray(values, dtypes[name]).tobytes())
 
-        # 1. arrays
+        # 1. write the arrays
         num_ids, all_learned = 0, True
         for piece in encoded(source, tokenizer):
             if isinstance(piece, Broken):
@@ -159,7 +159,7 @@ def _write(path: Path, source: Source, tokenizer: Tokenizer) -> None:
             append("is_learned", piece.is_learned)
             append("ends", [num_ids] if piece.is_end else [])
             all_learned = all_learned and piece.is_learned.all()
-    # 2. record
+    # 2. write the record, and rename
     if all_learned:
         places["is_learned"].unlink()
         del dtypes["is_learned"]
@@ -176,21 +176,21 @@ def _write(path: Path, source: Source, tokenizer: Tokenizer) -> None:
 class Piece(NamedTuple):
     ids: np.ndarray
     is_learned: np.ndarray
-    is_end: bool  # of a document
+    is_end: bool  # last piece of its document
 
 
 def encoded(source: Source, tokenizer: Tokenizer) -> Iterator[Piece | Broken]:
-    """Yield the documents of files as ids, and the broken ones, if these may be skipped."""
-    is_new = True  # whether the next piece begins a document, and not the rest of one
+    """Yield the documents of files as ids, and the broken ones if the source skips them."""
+    is_new = True  # whether the next piece begins a document
     for documents in _blocks(source):
-        # 1. all texts of a block together
+        # 1. encode all texts of a block together
         texts: list[str] = []
         for document in documents:
             if isinstance(document, Document) and isinstance(document.content, str):
                 texts += [document.prompt] if document.prompt else []
                 texts.append(document.content)
         of_texts = iter(tokenizer.encode(texts))
-        # 2. the ids of each document
+        # 2. divide the ids among the documents
         for document in documents:
             if isinstance(document, Broken):
                 yield document
@@ -207,7 +207,7 @@ def encoded(source: Source, tokenizer: Tokenizer) -> Iterator[Piece | Broken]:
 
 
 def _blocks(source: Source) -> Iterator[list[Document | Broken]]:
-    """Yield the documents of files, as many at a time as are encoded together."""
+    """Yield lists of documents to encode together, each of about CHARS_AT_ONCE characters."""
     documents: list[Document | Broken] = []
     num_chars = 0
     for document in documents_of(source, "tokenizing"):
@@ -225,8 +225,9 @@ def _blocks(source: Source) -> Iterator[list[Document | Broken]]:
 def _of_text(
     document: Document, of_texts: Iterator[np.ndarray], tokenizer: Tokenizer, *, is_new: bool
 ) -> Piece:
-    """Return the next text of `of_texts`, with the tokens around a document; prompts are not
-    learned.
+    """Return the next text of `of_texts`, with the start and end tokens of a document.
+
+    The document's prompt comes before the text, and is not learned.
     """
     prompt = next(of_texts) if document.prompt else np.empty(0, np.uint32)
     ids = np.concatenate([tokenizer.start if is_new else (), prompt, text := next(of_texts)])

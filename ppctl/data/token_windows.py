@@ -1,6 +1,6 @@
 """Language data from one flat array of tokens: non-overlapping windows, the tail held out.
 
-The array is a memory-mapped file that someone else made, or a cache of encoded documents.
+The array is a memory-mapped file of the user, or the cache of tokenized documents.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ DIGEST_WHOLE_BYTES = 256 << 20  # arrays up to this size are hashed whole
 DIGEST_BLOCK_BYTES = 1 << 20
 MAX_ID = 2**31 - 2  # batches are int32, and so is the vocabulary's size
 CHUNK_TOKENS = 1 << 24
-MOST_HEADER_BYTES = 10_000  # numpy's own limit, which it checks when it has read up to 4 GiB
+MOST_HEADER_BYTES = 10_000  # numpy's limit, which numpy checks only after reading up to 4 GiB
 # numpy's errors for a damaged or cut file: it parses the header as a Python literal
 UNREADABLE = (OSError, ValueError, OverflowError, SyntaxError, MemoryError, RecursionError)
 UNREADABLE += (tokenize.TokenError,)
@@ -42,12 +42,12 @@ def from_tokens(
 ) -> DataSet:
     """Return the data set of `tokens` [num_tokens] (integers) in windows of seq_len+1 tokens.
 
-    Window i starts at token i*seq_len: the last target of one is the first input of the next, so
-    that each token is predicted once. The held-out windows are the last ones; they start one token
-    later, to share none with training. Tokens after the last whole window make a short one, filled
-    up with targets of NO_TOKEN: training reads it only without a whole one, in batches of 1.
-    source: opens messages; about: added for people; content: the digest of the tokens; is_learned:
-    [num_tokens], False for tokens that are no targets. Raises DataError for too few tokens.
+    Window i starts at token i*seq_len: the last target of a window is the first input of the next,
+    so each token is predicted once. The last windows are held out; they start one token later, to
+    share no token with training. Tokens after the last full window form a short one, padded with
+    targets NO_TOKEN; training uses it only without a full window, and if batch_size is 1.
+    source: opens messages; about: appended to the description; content: digest of the tokens;
+    is_learned: [num_tokens], False for tokens that are not targets. Raises DataError for too few.
     """
     # 1. the number of windows
     gap = 1 if how["eval_fraction"] > 0 else 0
@@ -84,8 +84,9 @@ def from_tokens(
 
 
 def digest(array: np.ndarray) -> str:
-    """Return the sha256 of a flat array's type, length and bytes; of evenly spaced blocks of a
-    large one, which tell corpora apart but miss a few tokens changed in place.
+    """Return the sha256 of a flat array's dtype, length and bytes.
+
+    A large array is sampled: the hash tells corpora apart, but can miss a few changed tokens.
     """
     sha = hashlib.sha256(f"{array.dtype.str} {len(array)}".encode())
     for part in [array] if array.nbytes <= DIGEST_WHOLE_BYTES else _samples(array):
@@ -108,16 +109,16 @@ def tokens(
 ) -> DataSet:
     """Return the data set of a flat integer `.npy`, or a raw `.bin` of `dtype` (native order).
 
-    vocab_size None: that of the tokenizer; without one the largest id plus one, for which all ids
-    are read. sizes_only: none are. source: opens messages. Raises DataError for a missing or
-    damaged file, for a large one of an unknown vocabulary, and for an id outside 0..vocab_size-1.
+    vocab_size None: the tokenizer's, else the largest id plus one, found by reading all ids.
+    sizes_only: read no ids. source: opens messages. Raises DataError for a missing or damaged file,
+    a large file without vocab_size and tokenizer, and an id outside 0..vocab_size-1.
     """
     source = source or f"data=tokens data.path={path}"
     ids = open_tokens(Path(path).expanduser(), dtype, source)
     how |= {"name": "tokens", "source": source}
     if sizes_only:
         return from_tokens(ids, content="", vocab_size=vocab_size or 1, **how)
-    # 1. the ids: of a large file samples, and each batch as it is read
+    # 1. check all ids of a small file, or samples of a large one
     limit, is_sampled = f"data.vocab_size={vocab_size}", ids.nbytes > DIGEST_WHOLE_BYTES
     if vocab_size is None and tokenizer is not None:
         vocab_size = vocabulary_size(tokenizer)
@@ -135,7 +136,7 @@ def tokens(
     if not is_sampled:
         return data
 
-    # 2. batches that are checked
+    # 2. check each batch of a large file
     def read(examples: np.ndarray) -> Batch:
         batch = data.read(examples)
         parts = batch["inputs"], batch["targets"][batch["targets"] != NO_TOKEN]
@@ -148,7 +149,10 @@ def tokens(
 def check_ids(
     parts: Iterable[np.ndarray], *, vocab_size: int | None, limit: str, dtype: str, source: str
 ) -> int:
-    """Return the largest id. DataError for one outside 0..vocab_size-1 (`limit`), or of int32."""
+    """Return the largest id. DataError for an id below 0, above MAX_ID, or not below vocab_size.
+
+    limit: vocab_size as messages show it.
+    """
     pairs = [(int(part.min()), int(part.max())) for part in parts if part.size]
     smallest, largest = min(least for least, _ in pairs), max(most for _, most in pairs)
     if smallest < 0 or largest > MAX_ID:
@@ -178,7 +182,7 @@ def _samples(array: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def open_tokens(path: Path, dtype: str, source: str) -> np.ndarray:
-    """Return the ids in a file, memory-mapped, at least one. DataErrors begin with `source`."""
+    """Return a file's ids, at least one, memory-mapped. DataErrors begin with `source`."""
     if path.suffix not in (".npy", ".bin"):
         remedy = "Write the ids with numpy.save, or use data=text for text."
         raise DataError(f"{source}: is neither .npy nor .bin. {remedy}")
@@ -201,7 +205,7 @@ def open_tokens(path: Path, dtype: str, source: str) -> np.ndarray:
 
 
 def open_npy(path: Path) -> np.ndarray:
-    """Return the array in a .npy file, memory-mapped. One of UNREADABLE for a damaged file."""
+    """Return a .npy file's array, memory-mapped. Raises one of UNREADABLE for a damaged file."""
     with path.open("rb") as file:
         version = np.lib.format.read_magic(file)
         num_bytes = int.from_bytes(file.read(2 if version == (1, 0) else 4), "little")
@@ -211,5 +215,5 @@ def open_npy(path: Path) -> np.ndarray:
 
 
 def open_bin(path: Path, dtype: str) -> np.ndarray:
-    """Return the numbers in a raw file, memory-mapped. ValueError where a part of one is there."""
+    """Return the numbers of a raw file, memory-mapped. ValueError if it ends within a number."""
     return np.asarray(np.memmap(path, dtype, "r")) if path.stat().st_size else np.empty(0, dtype)

@@ -17,13 +17,13 @@ from ppctl.data.document_files import Broken, Source, documents_of
 from ppctl.errors import DataError, missing_package, one_line
 from ppctl.user_files import read_text
 
-BYTES = "bytes"  # data.tokenizer of one token a byte
+BYTES = "bytes"  # data.tokenizer with one token per byte
 NUM_BYTES = 256
-BYTE_END = 0  # the id after each document of bytes; no text holds this byte
+BYTE_END = 0  # id after each document of bytes; never occurs in text
 FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # end of a document, marks of ChatML
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # document end, ChatML's marks
 
-Spans = Sequence[tuple[int, int]]  # characters from, to
+Spans = Sequence[tuple[int, int]]  # (start, stop) in characters
 Encoded = tuple[np.ndarray, np.ndarray]  # ids, and whether each is learned
 
 
@@ -31,20 +31,20 @@ Encoded = tuple[np.ndarray, np.ndarray]  # ids, and whether each is learned
 class Tokenizer:
     """A tokenizer as a function of texts.
 
-    `encode` takes special tokens in a text for text. `encode_chat` encodes them as such, as a chat
-    template writes them, and returns also which tokens begin in given spans of characters.
+    `encode` treats the names of special tokens as text. `encode_chat` encodes them as special
+    tokens, because chat templates write them, and also returns which tokens begin in given spans.
     """
 
-    name: str  # as in data.tokenizer=
+    name: str  # value of data.tokenizer
     vocab_size: int
-    end: int  # the id after each document
+    end: int  # id after each document
     start: tuple[int, ...]  # ids before each document
-    fingerprint: str  # sha256 of all that decides the ids
+    fingerprint: str  # sha256 of all inputs that determine the ids
     encode: Callable[[Sequence[str]], list[np.ndarray]] = field(repr=False, compare=False)
     encode_chat: Callable[[str, Spans], Encoded] = field(repr=False, compare=False)
     decode: Callable[[Sequence[int]], str] = field(repr=False, compare=False)
     template: ChatTemplate | None = None
-    special: frozenset[int] = frozenset()  # ids of tokens that no text becomes
+    special: frozenset[int] = frozenset()  # ids that `encode` never returns
 
     @property
     def dtype(self) -> np.dtype:
@@ -53,7 +53,7 @@ class Tokenizer:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Return the tokenizer of UTF-8 bytes, which are the ids; 0 ends a document.
+    """Return the tokenizer whose ids are UTF-8 bytes; 0 ends a document.
 
     >>> tokenizer = byte_tokenizer()
     >>> tokenizer.encode(["aé"])[0].tolist(), tokenizer.decode([97, 195, 169])
@@ -78,9 +78,10 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def load_tokenizer(name: str | None, end_token: str | None) -> Tokenizer:
-    """Return the tokenizer of data.tokenizer; end_token None: the eos_token of its settings.
+    """Return the tokenizer of data.tokenizer. DataError if it cannot be used.
 
-    name: bytes (None too), a tokenizer.json, or a directory with one. DataError for anything else.
+    name: bytes (None too), a tokenizer.json, or a directory with one. end_token None: eos_token of
+    its settings.
     """
     if name is None or name == BYTES:
         if end_token is not None:
@@ -96,14 +97,14 @@ def load_tokenizer(name: str | None, end_token: str | None) -> Tokenizer:
 
 
 def vocabulary_size(name: str) -> int:
-    """Return the number of ids of data.tokenizer, up to its largest one. DataError as above."""
+    """Return the largest id of data.tokenizer plus one. DataError as `load_tokenizer`."""
     if name == BYTES:
         return NUM_BYTES
     return max(_from_json(name, _read(name)[1]).get_vocab(with_added_tokens=True).values()) + 1
 
 
 def _read(name: str) -> tuple[Path, str]:
-    """Return the directory and the text of a tokenizer.json."""
+    """Return the directory and the content of a tokenizer.json."""
     path = Path(name).expanduser()
     file = path / FILE if path.is_dir() else path
     try:
@@ -116,7 +117,7 @@ def _read(name: str) -> tuple[Path, str]:
 
 
 def json_object(file: Path) -> dict[str, Any]:
-    """Return the values in a JSON file by name, {} without such a file. DataError for others."""
+    """Return the object in a JSON file, {} if the file is missing. DataError for anything else."""
     try:
         values = json.loads(read_text(file))
     except (FileNotFoundError, NotADirectoryError):
@@ -125,11 +126,11 @@ def json_object(file: Path) -> dict[str, Any]:
         why = getattr(error, "strerror", error)
         raise DataError(f"{file} cannot be read ({why}). Restore it, or remove it.") from error
     if not isinstance(values, dict):
-        raise DataError(f"{file} holds no settings by name. Restore it, or remove it.")
+        raise DataError(f"{file} does not hold a JSON object. Restore it, or remove it.")
     return cast("dict[str, Any]", values)
 
 
-@lru_cache(8)  # parts of a mixture have the same
+@lru_cache(8)  # the parts of a mixture share one
 def _loaded(
     name: str, text: str, end_token: str | None, template: ChatTemplate | None
 ) -> Tokenizer:
@@ -139,15 +140,15 @@ def _loaded(
         of_text.encode_special_tokens = True
         vocabulary: dict[str, int] = of_text.get_vocab(with_added_tokens=True)
         added: dict[int, Any] = of_text.get_added_tokens_decoder()
-        start: list[int] = of_text.encode("").ids  # from its post-processor
+        start: list[int] = of_text.encode("").ids  # the post-processor adds these
     if not vocabulary:
-        raise DataError(f"data.tokenizer={name}: holds no tokens. Use one that was trained.")
+        raise DataError(f"data.tokenizer={name}: the vocabulary is empty. Use a trained tokenizer.")
     # 2. the tokens around a document
     if end_token not in vocabulary:
         special = ", ".join(str(each.content) for each in added.values()) or "none"
-        what = f"{end_token} is none of its tokens"
+        what = f"{end_token} is not one of its tokens"
         if not end_token:
-            what = f"no eos_token in a {SETTINGS} says what ends documents"
+            what = f"no {SETTINGS} with an eos_token, which ends documents"
         raise DataError(
             f"data.tokenizer={name}: {what}. "
             f"Use data.end_token=TOKEN (its special tokens: {special})."
@@ -156,7 +157,7 @@ def _loaded(
     if start and start[-1] == end:
         start = start[:-1]
 
-    # 3. its functions
+    # 3. its encoders and decoder
     @_in_library(name)
     def encode(texts: Sequence[str]) -> list[np.ndarray]:
         batch = of_text.encode_batch_fast(list(texts), add_special_tokens=False)  # on all cores
@@ -166,7 +167,7 @@ def _loaded(
     def encode_chat(chat: str, spans: Spans) -> Encoded:
         encoding = of_chat.encode(chat, add_special_tokens=False)
         firsts = np.asarray([first for first, _ in encoding.offsets], np.int64)
-        bounds = np.asarray(spans, np.int64).reshape(-1)  # in order
+        bounds = np.asarray(spans, np.int64).reshape(-1)  # ascending
         is_learned = np.searchsorted(bounds, firsts, side="right") % 2 == 1
         return np.asarray(encoding.ids, np.uint32), is_learned
 
@@ -191,12 +192,12 @@ def _loaded(
 
 @contextmanager
 def _in_library(name: str) -> Iterator[None]:
-    """Raise DataError for anything that the tokenizers library raises in the body."""
+    """Raise DataError for any error of the tokenizers library in the body."""
     try:
         yield
     except (DataError, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a panic in Rust is no Exception
+    except BaseException as error:  # a panic in Rust is not an Exception
         what = f"the tokenizers library fails ({one_line(error)})"
         raise DataError(f"data.tokenizer={name}: {what}. Use another tokenizer.json.") from error
 
@@ -221,7 +222,7 @@ def turn_end(tokenizer: Tokenizer) -> int | None:
 
 
 def tokenizers_library() -> Any:
-    """Return the tokenizers library, imported. DataError where it is not installed."""
+    """Import and return the tokenizers library. DataError if it is not installed."""
     try:
         import tokenizers
     except ImportError as error:
@@ -242,10 +243,10 @@ class Trained(NamedTuple):
 
 
 def train_bpe(source: Source, vocab_size: int, special: Sequence[str] = SPECIAL) -> Trained:
-    """Return a byte-level BPE of at most vocab_size tokens, the special ones first; reproducible.
+    """Train a byte-level BPE of at most vocab_size tokens; special tokens have the first ids.
 
-    Any text is encoded and decoded without loss. Raises DataError for broken documents, unless they
-    are skipped, and for files without text.
+    Equal texts give equal tokenizers. Encoding and decoding lose no text. Raises DataError for
+    broken documents, unless they are skipped, and for files without text.
     """
     # 1. the empty tokenizer
     library = tokenizers_library()
@@ -258,7 +259,7 @@ def train_bpe(source: Source, vocab_size: int, special: Sequence[str] = SPECIAL)
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # 2. the texts
+    # 2. train on the texts
     counts: Counter[str] = Counter()
     skipped: list[Broken] = []
 
@@ -275,7 +276,7 @@ def train_bpe(source: Source, vocab_size: int, special: Sequence[str] = SPECIAL)
     bpe.train_from_iterator(texts(), trainer)
     if not counts["bytes"]:
         files = ", ".join(map(str, source.files[:3]))
-        raise DataError(f"{files} hold no text. Use files with some.")
+        raise DataError(f"{files} hold no text. Use files with text.")
     return Trained(bpe, counts["documents"], counts["bytes"], skipped)
 
 
@@ -297,7 +298,7 @@ def write_tokenizer(directory: Path, bpe: Any, special: Sequence[str] = SPECIAL)
 
 
 def _texts(content: Any) -> Iterator[str]:
-    """Yield the texts of a document: itself, or the contents of the messages of a chat."""
+    """Yield the texts of a document: the text itself, or the contents of a chat's messages."""
     if isinstance(content, str):
         yield content
     else:

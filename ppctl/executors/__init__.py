@@ -1,1 +1,1 @@
-"""Schedules run on devices: mesh, layout, the reference, spmd and mpmd."""
+"""Executors run a schedule on a device mesh: the reference, spmd and mpmd."""

@@ -1,6 +1,6 @@
-"""XLA's compiler: options that suit the devices, presets on CPU, the memory of compiled programs.
+"""XLA compiler options for the devices, presets on CPU, and the memory of compiled programs.
 
-Options are those of each compiled program, not of the process. docs/executors-internals.md,
+Options apply to each compiled program, not to the process. docs/executors-internals.md,
 "Compiler presets on CPU", has the presets' measurements.
 """
 
@@ -13,7 +13,7 @@ import jax
 Value = bool | str  # XLA takes numbers as text too
 Flags = tuple[tuple[str, Value], ...]
 
-CompilerPreset = Literal["full", "quick", "once"]  # once: runs once a step
+CompilerPreset = Literal["full", "quick", "once"]  # once: programs that run once a step
 
 EMITTERS = "xla_cpu_use_fusion_emitters"  # jaxlib 0.12 has only MLIR's emitters
 ONE_MODULE = {EMITTERS: False, "xla_cpu_parallel_codegen_split_count": 1}  # one LLVM module
@@ -23,12 +23,13 @@ CPU_OPTIONS: dict[CompilerPreset, dict[str, Any]] = {
     "once": {**ONE_MODULE, "xla_backend_optimization_level": 0},
 }
 
-# Options that others ship for pipelines on NVIDIA GPUs. Without Triton's products a step took 0.393
-# s instead of 0.411 on one H100 (docs/benchmarks.md, "One H100"); the others were not timed.
+# Options that other libraries set for pipelines on NVIDIA GPUs. Without Triton's products a step
+# took 0.393 s instead of 0.411 s on one H100 (docs/benchmarks.md, "One H100"); the effect of the
+# other options was not measured.
 GPU_FLAGS: Flags = (
     ("xla_gpu_enable_latency_hiding_scheduler", True),  # collectives start early and end late
     ("xla_gpu_enable_pipelined_p2p", True),  # hops travel while the next tick computes
-    # bytes from which a permute becomes a send and a receive
+    # bytes: permutes of this size or more become a send and a receive
     ("xla_gpu_collective_permute_decomposer_threshold", "1024"),
     ("xla_gpu_enable_pipelined_all_gather", True),
     ("xla_gpu_enable_pipelined_reduce_scatter", True),
@@ -37,8 +38,8 @@ GPU_FLAGS: Flags = (
     ("xla_gpu_enable_triton_gemm", False),  # matrix products by cuBLAS
 )
 
-# CUDA graphs of whole loops: a condition does not wait for the host. On one H200 a step took
-# 0.3505 s, where it took 0.365 with XLA's own graphs and 0.367 with none (docs/benchmarks.md).
+# CUDA graphs of whole loops, so that a condition does not wait for the host. On one H200 a step
+# took 0.3505 s, but 0.365 s with XLA's default graphs and 0.367 s without (docs/benchmarks.md).
 GRAPHS = "xla_gpu_enable_command_buffer"
 GRAPHED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,WHILE,CONDITIONAL"
 
@@ -46,9 +47,10 @@ GRAPHED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,WHILE,CONDITIONAL"
 def flags_for(request: str, device: Any, *, has_loops: bool = True) -> Flags:
     """Return the compiler options of executor.xla_flags for an attached or described device.
 
-    request: "auto", those of `GPU_FLAGS` that this XLA knows and XLA_FLAGS does not set, on NVIDIA
-    GPUs, and () elsewhere; "traced", the same without CUDA graphs, which hide tasks from traces; or
-    "none". has_loops: the program runs tasks in loops; others need no graphs.
+    request: "auto": on NVIDIA GPUs, `GPU_FLAGS` and CUDA graphs, without options that XLA_FLAGS
+    sets or this XLA does not know; on other devices (). "traced": the same without CUDA graphs,
+    which hide tasks from traces. "none": (). has_loops: whether the program runs tasks in loops;
+    other programs need no graphs.
     """
     is_nvidia = device.platform in ("gpu", "cuda") and "NVIDIA" in device.device_kind
     if request == "none" or not is_nvidia:
@@ -61,20 +63,20 @@ def flags_for(request: str, device: Any, *, has_loops: bool = True) -> Flags:
 
 
 def text_of(flags: Flags) -> str:
-    """Return options as XLA_FLAGS has them, without dashes."""
+    """Return the options in the form of XLA_FLAGS, without dashes."""
     text = lambda value: str(value).lower() if isinstance(value, bool) else value  # noqa: E731
     return " ".join(f"{name}={text(value)}" for name, value in flags)
 
 
 def cpu_options(preset: CompilerPreset) -> dict[str, Any]:
-    """Return the options of XLA's CPU compiler for a preset, those that this jaxlib has."""
+    """Return the options of a preset for XLA's CPU compiler that this jaxlib supports."""
     ours = CPU_OPTIONS[preset]
     return {name: ours[name] for name in ours if name != EMITTERS or _is_known(name, False)}
 
 
 @cache
 def _is_known(name: str, value: Value) -> bool:
-    """Return whether XLA takes an option. Each backend knows all options."""
+    """Return whether XLA accepts an option. Every backend knows all options."""
     try:
         jax.jit(lambda: 0).lower().compile({name: value})
     except jax.errors.JaxRuntimeError:
@@ -89,7 +91,7 @@ def temp_bytes(program: jax.stages.Compiled) -> int:
 
 
 def total_bytes(program: jax.stages.Compiled) -> int:
-    """Return a program's bytes on one device: arguments, unshared results, temporaries."""
+    """Return a program's bytes on one device: arguments, unaliased results and temporaries."""
     memory: Any = program.memory_analysis()
     made = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return memory.argument_size_in_bytes + made + memory.temp_size_in_bytes

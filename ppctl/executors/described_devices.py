@@ -1,7 +1,7 @@
-"""Devices, not attached but described well enough to compile for: TPUs and NVIDIA GPUs.
+"""Described devices: TPUs and NVIDIA GPUs to compile for although they are not attached.
 
 Source: jax.experimental.topologies. XLA's plugin for CUDA takes a description of the GPU as text
-and needs no driver; it measures nothing, and does not report arrays too large for the device.
+and needs no driver. It times no kernels, and does not report arrays too large for the device.
 """
 
 import os
@@ -18,30 +18,30 @@ from ppctl.errors import ConfigError
 from ppctl.executors.device_mesh import check_hosts, laid_out, mesh_of
 from ppctl.schedule.mesh_axes import MeshSizes, product_text
 
-AWAY_FROM_TPU = {  # libtpu queries a metadata server for these and complains of each
+AWAY_FROM_TPU = {  # otherwise libtpu queries a metadata server, with a warning for each
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
 }
-AWAY_FROM_GPU = "--xla_gpu_autotune_level=0"  # nothing can be timed
+AWAY_FROM_GPU = "--xla_gpu_autotune_level=0"  # autotuning would time kernels on a device
 CUDA_PLUGINS = ("xla_cuda12", "xla_cuda13")
 
 
 @dataclass(frozen=True)
 class GpuTarget:
-    """An NVIDIA GPU as XLA's compiler needs it described."""
+    """The description of an NVIDIA GPU for XLA's compiler."""
 
-    name: str  # in a topology, such as "h100" of "h100:2x8"
-    device_kind: str  # as jax.Device.device_kind names it
+    name: str  # name in a topology, such as "h100" in "h100:2x8"
+    device_kind: str  # name in jax.Device.device_kind
     memory_bytes_per_s: float
     capability: str  # compute capability, such as "9.0"
     cores: int  # streaming multiprocessors
     fp32_per_core: int  # float32 lanes
     clock_ghz: float
-    memory_bytes: int  # as CUDA states it
+    memory_bytes: int  # bytes that CUDA reports
     l2_bytes: int
-    shared_bytes_per_core: int  # shared memory
+    shared_bytes_per_core: int  # bytes of shared memory
 
 
 def described_mesh(
@@ -53,8 +53,9 @@ def described_mesh(
 ) -> Mesh:
     """Return a mesh of all devices of a topology: "v5e:4x4" (TPUs), "h100:2x8" (hosts x GPUs).
 
-    gpu: the GPU that the topology names; None: TPUs. gpu_names: GPUs for messages. ConfigError if
-    the compiler is missing, does not know the topology, or the mesh has another number of devices.
+    gpu: the GPU that the topology names; None: TPUs. gpu_names: known GPUs, for messages. Raises
+    ConfigError if the compiler is missing or does not know the topology, or if the mesh has another
+    number of devices.
     """
     devices = _tpus(topology, gpu_names) if gpu is None else _gpus(topology, gpu)
     check_size(sizes, topology, len(devices))
@@ -64,7 +65,7 @@ def described_mesh(
 
 
 def check_size(sizes: MeshSizes, topology: str, number: int) -> None:
-    """Raise ConfigError unless a mesh of these sizes has all `number` devices of a topology."""
+    """Raise ConfigError unless a mesh of these sizes has the `number` devices of a topology."""
     if sizes.num_devices != number:
         raise ConfigError(
             f"mesh {product_text(sizes.shown())}, but plan.topology={topology} has {number} "
@@ -73,11 +74,11 @@ def check_size(sizes: MeshSizes, topology: str, number: int) -> None:
 
 
 def check_gpu_shape(topology: str, gpu_name: str) -> None:
-    """Raise ConfigError unless a topology of GPUs has the form hosts x GPUs."""
+    """Raise ConfigError unless a topology of GPUs has the form hosts x GPUs per host."""
     if topology.count("x") - topology.partition(":")[0].count("x") != 1:
         raise ConfigError(
-            f"plan.topology={topology} is of GPUs: write the number of hosts and of GPUs in "
-            f"each, such as {gpu_name}:2x8."
+            f"plan.topology={topology} names GPUs, but not as hosts x GPUs per host. Write it "
+            f"like {gpu_name}:2x8."
         )
 
 
@@ -100,8 +101,8 @@ def _tpus(topology: str, gpu_names: Sequence[str]) -> list[Any]:
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).split("\n")[0]
         raise ConfigError(
-            f"plan.topology={topology} is none that libtpu describes: {reason}. Use one such as "
-            f"v5e:4x4; GPUs are {', '.join(gpu_names)}."
+            f"plan.topology={topology} is unknown to libtpu: {reason}. Use one such as v5e:4x4; "
+            f"GPUs are {', '.join(gpu_names)}."
         ) from error
 
 
@@ -128,7 +129,7 @@ def has_plugin() -> bool:
 
 
 def target_config(gpu: GpuTarget) -> str:
-    """Return a GPU as XLA's compiler wants it described, a GpuTargetConfigProto as text.
+    """Return the text of a GPU's GpuTargetConfigProto, for XLA's compiler.
 
     The constants hold for all NVIDIA GPUs from the A100 on. Source: the CUDA C++ programming guide,
     compute capabilities; xla/backends/gpu/target_config of XLA.

@@ -1,4 +1,4 @@
-"""The device mesh: attached devices along the axes of `schedule.axis_table`."""
+"""Device meshes: attached devices laid out along the axes of `schedule.axis_table`."""
 
 import os
 from collections import defaultdict
@@ -17,15 +17,16 @@ from ppctl.schedule.mesh_axes import AXES, MeshSizes, in_hosts_order, product_te
 
 
 def on_cpu() -> str:
-    """Return the words that let JAX start on the CPU."""
+    """Return the setting that makes JAX start on the CPU, for messages."""
     return setting("run.platform", "cpu", "JAX_PLATFORMS=cpu")
 
 
 def make_mesh(sizes: MeshSizes, order: str = "auto") -> Mesh:
-    """Return a mesh of attached devices: the first of one process, or all of several.
+    """Return a mesh of attached devices: one process uses its first ones, several use all.
 
-    order: as in `laid_out`. ConfigError for too few devices, devices of several processes left out,
-    hosts of different sizes, an axis such as tp over several hosts, or if JAX cannot start.
+    order: as in `laid_out`. Raises ConfigError if there are too few devices, several processes have
+    more devices than the mesh, hosts differ in size, an axis such as tp would span hosts, or JAX
+    cannot start.
     """
     devices = all_devices()
     need, kind, num_processes = sizes.num_devices, devices[0].platform, jax.process_count()
@@ -46,31 +47,31 @@ def make_mesh(sizes: MeshSizes, order: str = "auto") -> Mesh:
 
 
 def repeated_mesh(sizes: MeshSizes) -> Mesh:
-    """Return a mesh of one repeated device: for shapes, and programs that do not span it."""
+    """Return a mesh that repeats one device, for shapes and for programs of a single device."""
     devices = np.empty(sizes.shape, object)
     devices[:] = all_devices()[0]
     return mesh_of(devices)
 
 
 def device_numbers(mesh: Mesh) -> np.ndarray:
-    """Return the number of each device of a mesh: its place, if one device stands for all."""
+    """Return the id of each device of a mesh, or its index if the mesh repeats one device."""
     numbers = np.array([device.id for device in mesh.devices.flat])
     numbers = numbers if len({*numbers}) == mesh.size else np.arange(mesh.size)
     return numbers.reshape(mesh.devices.shape)
 
 
 def mesh_of(devices: np.ndarray) -> Mesh:
-    """Return the mesh of devices that are laid out along `AXES`."""
+    """Return the mesh of an array of devices with the axes `AXES`."""
     return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def laid_out(devices: Sequence[Any], mesh: MeshSizes, order: str = "auto") -> np.ndarray:
     """Return the devices as an array with the axes and sizes of a mesh.
 
-    order: the axes, joined by "-", from the slowest links to the fastest; those inside a stage come
-    last. The first goes over as many hosts (slices, of TPUs) as its size allows, then the next.
-    "auto": pp-dp-fsdp over several hosts; within one all links are alike, or JAX knows the torus of
-    the TPUs. ConfigError if hosts have different numbers of devices, or tp would go over several.
+    order: the axes, joined by "-", from the slowest links to the fastest; axes inside a stage come
+    last. The first axis spans as many hosts (TPU slices) as its size allows, then the next. "auto":
+    pp-dp-fsdp over several hosts; in one host, the links of GPUs are alike, and JAX lays out TPUs.
+    Raises ConfigError if hosts have different numbers of devices, or tp would span hosts.
     """
     groups, sizes, shape = hosts_of(devices), mesh.by_axis, mesh.shape
     if len(groups) == 1 and order == "auto":
@@ -78,8 +79,8 @@ def laid_out(devices: Sequence[Any], mesh: MeshSizes, order: str = "auto") -> np
     counts = sorted({len(group) for group in groups})
     if len(counts) > 1:
         raise ConfigError(
-            f"{len(groups)} {_kind(devices)} of {counts[0]} to {counts[-1]} devices make no mesh "
-            f"of {shape}: each must have as many. Leave out the others, or run one process."
+            f"{len(groups)} {_kind(devices)} of {counts[0]} to {counts[-1]} devices cannot form a "
+            f"mesh of {shape}. Use the same number of devices on each, or run one process."
         )
     over = over_hosts(sizes, order, len(groups))
     axes = axes_in(order)
@@ -87,16 +88,16 @@ def laid_out(devices: Sequence[Any], mesh: MeshSizes, order: str = "auto") -> np
         check_one_host(sizes, over, _kind(devices), counts[0])
     inner = [sizes[axis] // over[axis] for axis in axes]
     blocks = np.stack([_within(group, inner) for group in groups])
-    # [hosts along each axis..., within each...], then [dp over hosts, dp within, pp over hosts...]
+    # [hosts along each axis..., devices within...] to [dp over hosts, dp within, pp over hosts...]
     whole = blocks.reshape([over[axis] for axis in axes] + inner)
     places = [place for axis in AXES for place in (axes.index(axis), len(axes) + axes.index(axis))]
     return whole.transpose(places).reshape(shape)
 
 
 def axes_in(order: str) -> tuple[str, ...]:
-    """Return the axes of mesh.order, that which goes over hosts first at the head.
+    """Return the axes of mesh.order, from the slowest links to the fastest.
 
-    Those inside a stage come last in any order.
+    Axes inside a stage come last in any order.
 
     >>> axes_in("auto"), axes_in("dp-pp-fsdp")
     (('pp', 'dp', 'fsdp', 'ep', 'cp', 'tp'), ('dp', 'pp', 'fsdp', 'ep', 'cp', 'tp'))
@@ -106,9 +107,9 @@ def axes_in(order: str) -> tuple[str, ...]:
 
 
 def over_hosts(sizes: Mapping[str, int], order: str, num_hosts: int) -> dict[str, int]:
-    """Return the number of hosts of each axis; each goes as far as it can before the next.
+    """Return the number of hosts that each axis spans: as many as it can, before the next axis.
 
-    The product is `num_hosts` if hosts have equally many devices and all take part.
+    The product is `num_hosts` if all hosts have the same number of devices and all take part.
 
     >>> over_hosts({"dp": 2, "pp": 4, "fsdp": 8}, "auto", num_hosts=8)
     {'pp': 4, 'dp': 2, 'fsdp': 1, 'ep': 1, 'cp': 1, 'tp': 1}
@@ -123,7 +124,7 @@ def over_hosts(sizes: Mapping[str, int], order: str, num_hosts: int) -> dict[str
 def check_one_host(
     sizes: Mapping[str, int], over: Mapping[str, int], kind: str, of_each: int
 ) -> None:
-    """Raise ConfigError if an axis such as tp goes over several hosts or slices of `of_each`."""
+    """Raise ConfigError if an axis such as tp spans hosts or slices of `of_each` devices."""
     for axis in MESH_AXES:
         name, number = axis.name, over[axis.name]
         if axis.in_one_host and number > 1:
@@ -136,16 +137,16 @@ def check_one_host(
 
 
 def check_hosts(sizes: MeshSizes, order: str, number: int, of_each: int) -> None:
-    """Raise ConfigError likewise: `number` devices, `of_each` on each host."""
+    """Raise ConfigError like `check_one_host`, for `number` devices, `of_each` on each host."""
     if number % of_each == 0:
         over = over_hosts(sizes.by_axis, order, number // of_each)
         check_one_host(sizes.by_axis, over, "hosts", of_each)
 
 
 def hosts_of(devices: Sequence[Any]) -> list[list[Any]]:
-    """Return the groups of devices that fast links join: each slice, else each process.
+    """Return the groups of devices that fast links join: slices, or processes of one slice.
 
-    JAX gives each host of GPUs a slice. Described GPUs have one slice, and a process a host.
+    JAX gives each GPU host its slice. Described GPUs have one slice, and one process for each host.
     """
     found: dict[int, list[Any]] = defaultdict(list)
     has_slices = _kind(devices) != "processes"
@@ -155,7 +156,7 @@ def hosts_of(devices: Sequence[Any]) -> list[list[Any]]:
 
 
 def hosts_text(mesh: Mesh) -> str | None:
-    """Return the axes that go over hosts, such as "2 hosts: pp over 2"; None for one host."""
+    """Return the axes that span hosts, such as "2 hosts: pp over 2"; None for one host."""
     devices = mesh.devices
     groups = len(hosts_of(list(devices.flat)))
     if groups == 1:
@@ -173,7 +174,7 @@ def _slice(device: Any) -> int:
 
 
 def _kind(devices: Sequence[Any]) -> str:
-    """Return the name of the groups of `hosts_of`."""
+    """Return the noun for the groups of `hosts_of`: slices, hosts or processes."""
     if devices[0].platform == "tpu":
         return "slices"
     return "hosts" if len({_slice(device) for device in devices}) > 1 else "processes"
@@ -189,9 +190,9 @@ def _within(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
 
 
 def all_devices(backend: str | None = None) -> list[Any]:
-    """Return the devices of every process; starts JAX. ConfigError where it cannot start.
+    """Start JAX and return the devices of all processes. ConfigError if it cannot start.
 
-    backend: None, the first of JAX's platforms, or cpu.
+    backend: "cpu", or None for the first of JAX's platforms.
     """
     try:
         return jax.devices(backend)

@@ -1,6 +1,6 @@
-"""The text of compiled HLO: its computations, what each calls, and its collectives.
+"""The text of compiled HLO: its computations, their calls, and its collectives.
 
-It states the trip count of loops that the compiler knows, such as scans, and the devices that
+The text states the trip count of loops that the compiler knows, such as scans, and the devices that
 communicate, numbered as in the mesh.
 """
 
@@ -31,7 +31,7 @@ PRODUCT = re.compile(
 )
 GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
 IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-# a mesh, its devices if out of order, and the axes, or parts of axes, that make a group
+# groups written as a mesh, its device ids if not in order, and axes (or parts) of a group
 MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.+?)\))? \{([^}]*)\}")
 MESH_AXIS = re.compile(r"([^,=]+)=(\d+)")
 GROUP_AXIS = re.compile(r"([^,:]+)(?::\((\d+)\)(\d+))?(?:,|$)")
@@ -43,13 +43,13 @@ class Call(NamedTuple):
     """A computation that an instruction calls."""
 
     computation: str
-    how: str  # the attribute that names it: to_apply | calls | body | condition | branch
-    times: int | None  # calls a run of the instruction; None: a loop of unknown length
-    is_branch: bool  # whether it is one of several branches
+    how: str  # attribute that names it: to_apply | calls | body | condition | branch
+    times: int | None  # calls per run of the instruction; None: a loop of unknown length
+    is_branch: bool  # whether an instruction chooses it among branches
 
 
 def computations(text: str) -> tuple[str, dict[str, list[str]]]:
-    """Return (name of the entry, lines of each computation)."""
+    """Return (name of the entry computation, lines of each computation)."""
     entry, name, found = "", "", {}
     for line in text.splitlines():
         head = None if line[:1].isspace() else COMPUTATION.match(line)
@@ -63,7 +63,7 @@ def computations(text: str) -> tuple[str, dict[str, list[str]]]:
 
 
 def calls(line: str) -> list[Call]:
-    """Return the computations that an instruction calls; a conditional's: false, then true.
+    """Return the computations that an instruction calls; a conditional's false branch is first.
 
     >>> [call.how for call in calls("%w = s32[] while(%x), condition=%c, body=%b")]
     ['condition', 'body']
@@ -94,19 +94,19 @@ def path_of(line: str) -> str:
 
 @dataclass(frozen=True)
 class Collective:
-    """Instructions of a kind over the same axes that run equally often."""
+    """Collective instructions with the same kind, axes and number of runs."""
 
     kind: str
     axes: tuple[str, ...]  # axes of the mesh along which devices communicate
     instructions: int
-    times: int | None  # runs of each in a run of the program; None: in a loop of unknown length
-    is_at_most: bool  # whether they stand in a branch that a device may skip
-    bytes: int  # bytes of their results on one device, one run each
-    overlapped: int  # instructions between whose start and done a matrix product runs
+    times: int | None  # runs per run of the program; None: a loop of unknown length
+    is_at_most: bool  # whether `times` is an upper bound: a device may skip their branch
+    bytes: int  # bytes of their results on one device, if each runs once
+    overlapped: int  # number of them with a matrix product between start and done
 
     @property
     def all_bytes(self) -> int | None:
-        """Bytes in a run of the program."""
+        """Bytes per run of the program; None if unknown."""
         return None if self.times is None else self.times * self.bytes
 
 
@@ -126,12 +126,12 @@ def collectives(text: str, mesh: Mapping[str, int]) -> list[Collective]:
     for name, body in lines.items():
         for line in body:
             for call in calls(line):
-                if call.computation in callers:  # kernels that are not in the text have names, too
+                if call.computation in callers:  # calls may name kernels that are not in the text
                     callers[call.computation].append((name, call.times, call.is_branch))
 
     @cache
     def runs(name: str) -> tuple[int | None, bool]:
-        """Return (how often a run of the program has this computation, whether at most)."""
+        """Return (runs of a computation per run of the program, whether that is an upper bound)."""
         if name == entry:
             return 1, False
         total: int | None = 0
@@ -148,12 +148,12 @@ def collectives(text: str, mesh: Mapping[str, int]) -> list[Collective]:
         return any(map(multiplies, lines.get(name, ())))
 
     def multiplies(line: str) -> bool:
-        """Return whether an instruction is a matrix product, or runs one."""
+        """Return whether an instruction is a matrix product, or calls one."""
         if PRODUCT.search(line) is not None:
             return True
         return any(has_product(call.computation) for call in calls(line))
 
-    # 2. the collectives in them
+    # 2. collectives by kind, axes and runs
     number, size, hidden = Counter[tuple](), Counter[tuple](), Counter[tuple]()
     for name, body in lines.items():
         beside = _beside_products(body, multiplies)
@@ -172,7 +172,7 @@ def collectives(text: str, mesh: Mapping[str, int]) -> list[Collective]:
 
 
 def _beside_products(body: list[str], multiplies: Callable[[str], bool]) -> set[str]:
-    """Return the instructions that start something and end it after a product of another."""
+    """Return the names of the start instructions with a matrix product before their done."""
     started, found = dict[str, bool](), set[str]()
     for line in body:
         done, name = DONE.match(line), name_of(line)
@@ -221,7 +221,7 @@ def _ints(text: str | None) -> list[int]:
 
 
 def _groups_of_mesh(mesh: str, ids: str | None, axes: str) -> Iterator[list[int]]:
-    """Yield groups written as a mesh and some of its axes, as XLA of jaxlib 0.12 does.
+    """Yield groups written as a mesh and some of its axes, as by XLA of jaxlib 0.12.
 
     `x:(a)b` is the part of size b of axis x, after a part of size a and before the rest.
 
@@ -248,14 +248,14 @@ def _groups_of_mesh(mesh: str, ids: str | None, axes: str) -> Iterator[list[int]
         before, size = parts.get(name, (whole, 1))
         of_group += [len(shape) + 1] if name in parts else []
         shape += [before, size, whole // (before * size)]
-    # 3. the parts that make a group, last
+    # 3. axes with the parts of a group last
     apart = [i for i in range(len(shape)) if i not in of_group]
     whole = devices.reshape(shape).transpose(apart + of_group)
     yield from whole.reshape(-1, prod(shape[i] for i in of_group)).tolist()
 
 
 def _bytes(shape: str, kind: str, *, is_start: bool) -> int:
-    """Return the bytes of an instruction's result; the shape of a start has operands before it."""
+    """Return the bytes of an instruction's result; the shape of a start has its operands first."""
     if is_start and kind != "all-reduce":
         shape = _entries(shape)[1]
     return sum(_array_bytes(dtype, dims) for dtype, dims in ARRAY.findall(shape))

@@ -1,4 +1,4 @@
-"""A model on one device: shapes, stage, and the ranks that hold embedding and head parameters."""
+"""A model on one device: its shapes, its stage, and the parts that use each embed_head leaf."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,13 +30,13 @@ def is_none(a: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A model as the programs see it, equal only to itself.
+    """A model as one device's programs see it; models compare by identity.
 
-    Shapes are those of one device's examples and of its shards in a stage; parameters are otherwise
-    whole, and also in a stage where XLA divides it.
+    Batches have the shapes of one device's examples. Parameters have the shapes of the device's
+    shards if axes divide the stage; they have whole shapes if nothing or XLA divides it.
     """
 
-    stack: Stack  # with the functions of one device
+    stack: Stack  # stack with the functions of one device
     embed_head: Tree  # shapes of embedding and head, natural
     layer: Tree  # shapes of one layer
     microbatch: Tree  # shapes of one device's examples of a microbatch: {"inputs", "targets"}
@@ -45,25 +45,25 @@ class Model:
     unroll: int
     dtype: Any
     axes: StageAxes = WHOLE
-    own_embed_head: tuple[bool, ...] | None = None  # leaves that are divided over the ranks
-    layer_specs: Tree = None  # specs of a layer that tasks gather over fsdp; None: given whole
+    own_embed_head: tuple[bool, ...] | None = None  # whether ranks divide each leaf
+    layer_specs: Tree = None  # specs of a layer that tasks gather over fsdp; None: whole
     auto_specs: Tree = None  # specs of {"embed_head", "layers"}, if XLA divides the model
-    # compiled for GPUs: `Stage` in_order, ticks with loops in place of branches
+    # whether compiled for GPUs: `Stage(in_order=True)`, and loops instead of branches in ticks
     for_gpu: bool = False
-    parts: VocabularyParts | None = None  # of a vocabulary divided over the ranks
+    parts: VocabularyParts | None = None  # functions for a rank's part of the vocabulary
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "remat", Remat.of(self.remat))  # may be given by its name
+        object.__setattr__(self, "remat", Remat.of(self.remat))  # accepts a name
 
     @property
     def auto(self) -> tuple[str, ...]:
-        """The axes over which XLA divides."""
+        """The axes that XLA divides the model over."""
         specs = [] if self.auto_specs is None else jax.tree.leaves(self.auto_specs)
         return tuple(dict.fromkeys(name for spec in specs for name in sharded_over(spec)))
 
     @cached_property
     def held(self) -> Tree:
-        """Shapes of {"embed_head", "layers"}, of one layer, as one device holds them."""
+        """Shapes of {"embed_head", "layers"} (one layer) on one device."""
         whole = {"embed_head": self.embed_head, "layers": self.layer}
         if self.auto_specs is None:
             return whole
@@ -76,19 +76,19 @@ class Model:
 
     @cached_property
     def x(self) -> jax.ShapeDtypeStruct:
-        """Shape of the activation that passes between layers."""
+        """Shape of the activation between layers."""
         args = self.computed(self.embed_head), self.microbatch["inputs"]
         return self.traced(lambda: jax.eval_shape(self.stack.embed, *args))
 
     def traced(self, function: Callable[[], Any]) -> Any:
-        """Return function(), of shapes only; it may trace collectives of layers."""
+        """Return function(), which computes shapes; it may trace collectives of layers."""
         found: list[Any] = []
         jax.make_jaxpr(lambda: found.append(function()), axis_env=list(self.axes.sizes))()
         return found[0]
 
     @cached_property
     def inputs(self) -> LayerInputs:
-        """The inputs of layers besides parameters and x. ConfigError: losses attached elsewhere."""
+        """The extra inputs of layers. ConfigError if embedding or head attach a loss."""
         embed_head, batch = self.computed(self.embed_head), self.microbatch
         with without_attached("embedding"):
             self.traced(lambda: jax.eval_shape(self.stack.embed, embed_head, batch["inputs"]))
@@ -99,19 +99,19 @@ class Model:
         return self.traced(lambda: LayerInputs.of(*layer))
 
     def with_inputs(self, layer: Tree) -> Tree:
-        """Return the shapes of a layer with its inputs outside of a step."""
+        """Return the shapes of a layer with its extra inputs, before `with_keys`."""
         place, number = (jax.ShapeDtypeStruct((), dtype) for dtype in (self.master, jnp.int32))
         return self.inputs.extended(layer, place, number)
 
     def computed_params(self, params: Tree, numbers: Any) -> Tree:
-        """Return staged parameters in the compute dtype, the layers with their inputs."""
+        """Return staged parameters in the compute dtype, layers with extra inputs and numbers."""
         places = jnp.zeros(jax.tree.leaves(params["layers"])[0].shape[:3], self.master)
         extended = params | {"layers": self.inputs.extended(params["layers"], places, numbers)}
         return self.inputs.computed(extended, self.dtype, self.stack.options.updates)
 
     @cached_property
     def stage(self) -> Stage:
-        """The stage in a step."""
+        """The stage in a train step, whose layers get keys if they take any."""
         keys = jax.ShapeDtypeStruct((self.num_examples, 2), jnp.uint32)
         layer = self.with_inputs(self.computed_layer)
         return self._stage(jax.eval_shape(self.inputs.with_keys, layer, keys))
@@ -131,17 +131,20 @@ class Model:
 
     @property
     def num_examples(self) -> int:
-        """The number of a device's examples of a microbatch."""
+        """Number of examples in a microbatch on one device."""
         return num_examples(self.microbatch["inputs"])
 
     @property
     def master(self) -> Any:
-        """The dtype of parameters and of sums of gradients."""
+        """Dtype of parameters and of sums of gradients."""
         return jax.tree.leaves(self.embed_head or self.layer)[0].dtype
 
     @cached_property
     def uses(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-        """For each leaf of embedding and head, whether each of the two uses it; one does."""
+        """(flags of the leaves that the embedding uses, flags of those that the head uses).
+
+        A leaf that neither uses counts as the head's.
+        """
         leaves, treedef = jax.tree.flatten(self.computed(self.embed_head))
 
         def used(function: Any, *args: Any) -> list[bool]:
@@ -158,7 +161,10 @@ class Model:
 
     @property
     def shared(self) -> tuple[bool, ...]:
-        """For each leaf of embedding and head, whether it is trained and both use it."""
+        """Flags of the trained leaves of embed_head that embedding and head share.
+
+        With a divided vocabulary these are the undivided leaves, which every rank uses.
+        """
         is_trained = trained_flags(self.embed_head, self.stack.trains("embed_head"))
         if self.own_embed_head is not None:
             return tuple(a and not b for a, b in zip(is_trained, self.own_embed_head, strict=True))
@@ -166,29 +172,32 @@ class Model:
 
     @cached_property
     def losses(self) -> Tree:
-        """Shapes of the sum of losses and of their number."""
+        """Shapes of (sum of losses, number of losses)."""
         embed_head, targets = self.computed(self.embed_head), self.microbatch["targets"]
         return self.traced(lambda: jax.eval_shape(self.stack.head, embed_head, self.x, targets))
 
     def trained_embed_head(self, embed_head: Tree) -> Tree:
-        """Return a tree like that of embedding and head with None for frozen parameters."""
+        """Return a tree like `embed_head` with None for frozen parameters."""
         return trained_part(embed_head, self.stack.trains("embed_head"))
 
     def trained_weights(self, w: Any) -> Any:
-        """Return layers with their inputs, listed, or one or stacked ones, likewise."""
+        """Return extended layers (a list, one or stacked) with None for frozen parameters."""
         which = self.inputs.trainable(self.stack)["layers"]
         if isinstance(w, list):
             return [trained_part(layer, which) for layer in w]
         return trained_part(w, which)
 
     def used_by(self, is_first: bool, is_last: bool) -> tuple[bool, ...]:
-        """Return for each leaf if a rank with the first or last stage holds it; of parts all do."""
+        """Return flags of the embed_head leaves that a rank with the first or last stage uses.
+
+        With a divided vocabulary every rank uses all leaves.
+        """
         if self.own_embed_head is not None:
             return (True,) * len(self.own_embed_head)
         return tuple((is_first and a) or (is_last and b) for a, b in zip(*self.uses, strict=True))
 
     def keep(self, embed_head: Tree, used: tuple[bool, ...]) -> Tree:
-        """Return `embed_head` with None for leaves not used."""
+        """Return `embed_head` with None for unused leaves."""
         leaves, treedef = jax.tree.flatten(embed_head, is_leaf=is_none)
         kept = [leaf if use else None for leaf, use in zip(leaves, used, strict=True)]
         return jax.tree.unflatten(treedef, kept)
@@ -201,7 +210,7 @@ class Model:
         filled = [z if a is None else a for z, a in zip(zeros, found, strict=True)]
         return jax.tree.unflatten(treedef, filled)
 
-    # embedding and head by a rank's parameters, None for others, or by its part of the vocabulary
+    # embedding and head from a rank's leaves (None: unused), or from its part of the vocabulary
 
     def embed(self, embed_head: Tree, inputs: Tree, part: jax.Array | None = None) -> jax.Array:
         if part is not None and self.parts is not None:
@@ -209,7 +218,7 @@ class Model:
         return self.stack.embed(self.fill(embed_head), inputs)
 
     def head(self, embed_head: Tree, y: jax.Array, targets: Tree, *known: Any) -> tuple:
-        """Return (sum of losses, their number); known: of a part, as in `VocabularyParts`."""
+        """Return (sum of losses, their number); known: last arguments of `VocabularyParts.head`."""
         if known and self.parts is not None:
             return self.parts.head(embed_head, y, targets, *known)
         return self.stack.head(self.fill(embed_head), y, targets)
@@ -217,14 +226,14 @@ class Model:
     def add_embedding(
         self, embed_head: Tree, inputs: Tree, gx: jax.Array, total: Tree, part: Any = None
     ) -> Tree:
-        """Return `total` with the gradient of the embedding."""
+        """Return `total` with the gradient of the embedding added."""
         trains, embed = self.stack.trains("embed_head"), partial(self.embed, part=part)
         return add_embedding_grad(embed, embed_head, inputs, gx, total, trains)
 
     def add_head(
         self, embed_head: Tree, y: jax.Array, targets: Tree, total: Tree, *known: Any
     ) -> tuple[jax.Array, Tree, Any]:
-        """Return (gradient of y, `total` with the head's, (sum of losses, their number))."""
+        """Return (gradient of y, `total` with the head's added, (sum of losses, their number))."""
         trains, head = self.stack.trains("embed_head"), lambda *args: self.head(*args, *known)
         gy, total, *losses = add_head_grads(head, embed_head, y, targets, total, trains)
         return gy, total, tuple(losses)
@@ -237,7 +246,7 @@ class Model:
 
     @property
     def computed_layer(self) -> Tree:
-        """Shapes of a layer as it is computed."""
+        """Shapes of a layer in the compute dtype; counted parameters keep theirs."""
         return cast_layers(self.layer, self.dtype, self.stack.options.updates)
 
     def computed(self, shapes: Tree) -> Tree:
@@ -246,7 +255,7 @@ class Model:
 
 
 def tree_bytes(tree: Tree) -> int:
-    """Return the bytes of a tree of arrays or shapes, whole."""
+    """Return the bytes of a tree of undivided arrays or shapes."""
     return sum(prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 

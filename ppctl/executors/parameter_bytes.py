@@ -1,4 +1,4 @@
-"""The sizes of a device's parameters, from which its bytes follow without building its arrays."""
+"""Sizes of a device's parameters, to predict its memory without building arrays."""
 
 import math
 from collections.abc import Mapping
@@ -18,23 +18,23 @@ Tree = Any
 
 @dataclass(frozen=True)
 class ParamBytes:
-    """Sizes of parameters as the optimizer keeps them: of one device's shards in a stage.
+    """Bytes of one device's parameters in a stage, as stored for the optimizer.
 
-    own: of trained bytes that axes of copies (`COPY_AXES`) divide, such as experts: these axes, and
-    the bytes of a layer and of embedding and head.
+    own: trained bytes that some of `COPY_AXES` divide, such as experts; for each set of axes (axes,
+    bytes of a layer, bytes of embedding and head).
     """
 
-    layer: int
-    embed_head: int  # of embedding and head together
-    moments: float  # of the optimizer, over the parameters that are trained
-    compute_ratio: float  # size of the dtype of compute over that of the parameters
-    frozen_layer: int = 0  # of a layer's, what is not trained
-    frozen_embed_head: int = 0  # of embedding and head likewise
+    layer: int  # bytes of a layer
+    embed_head: int  # bytes of embedding and head together
+    moments: float  # bytes of optimizer state per byte of trained parameters
+    compute_ratio: float  # bytes in the compute dtype per byte of parameters
+    frozen_layer: int = 0  # bytes of a layer's frozen parameters
+    frozen_embed_head: int = 0  # bytes of the frozen parameters of embedding and head
     own: tuple[tuple[tuple[str, ...], int, int], ...] = ()
-    update_flops: int = 0  # of the optimizer, for a layer that is whole; 0: elementwise
+    update_flops: int = 0  # FLOPs of the optimizer for an undivided layer; 0: elementwise
 
     def with_embed_head_over(self, ranks: int) -> Self:
-        """Return the sizes where embedding and head are divided over ranks."""
+        """Return the sizes with embedding and head divided over `ranks` ranks."""
         sizes = self.embed_head // ranks, self.frozen_embed_head // ranks
         return replace(self, embed_head=sizes[0], frozen_embed_head=sizes[1])
 
@@ -49,10 +49,10 @@ class ParamBytes:
     def held(
         self, whole: float, trained: float, fsdp: int, copies: float = 1.0
     ) -> tuple[float, float]:
-        """Return the bytes of parameters' state, and of their copies and sums of gradients.
+        """Return (bytes of the train state, bytes of compute copies and gradient sums).
 
-        whole, trained: of the parameters, and of those trained. copies: of each in the dtype of
-        compute, for tasks to read.
+        whole, trained: bytes of all parameters, and of the trained ones. copies: number of copies
+        in the compute dtype that tasks read.
         """
         state = (whole + self.moments * trained) / fsdp
         return state, copies * self.compute_ratio * whole + trained
@@ -61,11 +61,12 @@ class ParamBytes:
 def param_bytes(
     state: Tree, model: Model, shards: Mapping[tuple[str, ...], Shard], update_flops: int = 0
 ) -> ParamBytes:
-    """Return the sizes of one device's parameters; state: shapes of all, in natural order.
+    """Return the sizes of one device's parameters.
 
-    shards: the parameters that axes inside a stage divide. update_flops: as in `ParamBytes`.
+    state: shapes of the whole train state, in natural order. shards: the divided parameters, from
+    `shards_of`. update_flops: as in `ParamBytes`.
     """
-    # 1. of one device's shards
+    # 1. bytes of one device's shards
     held, trained = model.held, trained_part(model.held, model.stack.options.trainable)
     layer, embed_head = tree_bytes(held["layers"]), tree_bytes(held["embed_head"])
 
@@ -77,7 +78,7 @@ def param_bytes(
             size = tree_bytes(a)
             own[axes] = (of_layer + size, of_ends) if is_layer(path) else (of_layer, of_ends + size)
 
-    # 2. ratios, of all parameters
+    # 2. ratios over all parameters
     params = state["params"]
     all_trained = trained_part(params, model.stack.options.trainable)
     num_computed = sum(math.prod(a.shape) for a in jax.tree.leaves(params))

@@ -2,9 +2,9 @@
 
 natural: leaf [L, ...], layers in model order, as in checkpoints.
 
-staged: leaf [V, P, K, ...]: chunk v of rank p holds K layers, padded with zeros up to the largest
-stage: every device has parameters, gradients, optimizer state and stash slots of that size. Where
-axes inside a stage, such as tp, divide a dim, zeros pad it to a multiple of their size.
+staged: leaf [V, P, K, ...]: chunk v of rank p holds K layers. Zeros pad smaller stages to K, so
+every device has parameters, gradients, optimizer state and stash slots of the largest stage. A dim
+that axes inside a stage (such as tp) divide is padded with zeros to a multiple of their size.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ Tree = Any
 
 
 def without_axes(specs: Tree, axes: tuple[str, ...]) -> Tree:
-    """Return a tree of specs without some axes.
+    """Return a tree of PartitionSpecs with these axes removed.
 
     >>> without_axes({"w": P("pp", ("tp", "fsdp"), "tp")}, ("tp",))
     {'w': P('pp', 'fsdp', None)}
@@ -41,18 +41,21 @@ def without_axes(specs: Tree, axes: tuple[str, ...]) -> Tree:
 
 
 class Shard(NamedTuple):
-    """The dim of a parameter that axes inside a stage divide; for layers, within one layer."""
+    """The division of a parameter's dim by axes inside a stage; for layers, within one layer."""
 
     dim: int
     num_dims: int
-    size: int  # in natural form
-    padded: int
-    axes: tuple[str, ...]  # the first also "pp": a vocabulary divided over the ranks
+    size: int  # elements of the dim in natural form
+    padded: int  # elements with padding, a multiple of num_parts
+    axes: tuple[str, ...]  # begins with "pp" for a vocabulary divided over the ranks
     num_parts: int
 
 
 def parameter_of(path: tuple) -> tuple[str, ...]:
-    """Return the names on a path to a parameter or its state, from "embed_head" or "layers" on."""
+    """Return the path's names from "embed_head" or "layers" on; () for a path without either.
+
+    They are equal for a parameter and its optimizer state.
+    """
     names = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in path]
     first = (i for i, name in enumerate(names) if name in ("embed_head", "layers"))
     start = next(first, len(names))
@@ -60,9 +63,10 @@ def parameter_of(path: tuple) -> tuple[str, ...]:
 
 
 def shards_of(params: Tree, sharding: Tree, axes: StageAxes) -> dict[tuple[str, ...], Shard]:
-    """Return the parameters that axes inside a stage divide, a vocabulary together with the ranks.
+    """Return the `Shard` of each parameter that axes inside a stage divide, by its names.
 
-    params: shapes {"embed_head", "layers"}, natural; sharding: their PartitionSpecs, of one layer.
+    params: shapes {"embed_head", "layers"} in natural order. sharding: their PartitionSpecs, of one
+    layer. With axes.vocab_parts the ranks divide the sharded leaves of embedding and head, too.
     """
     found = {}
     paths, specs = jax.tree_util.tree_flatten_with_path(params)[0], jax.tree.leaves(sharding)
@@ -81,7 +85,7 @@ def shards_of(params: Tree, sharding: Tree, axes: StageAxes) -> dict[tuple[str, 
 
 
 def is_layer(path: tuple) -> bool:
-    """Return whether a leaf of parameters, or of an optimizer state like them, is of the layers."""
+    """Return whether a path leads to a leaf of the layers, in parameters or optimizer state."""
     return parameter_of(path)[:1] == ("layers",)
 
 
@@ -91,12 +95,13 @@ class Layout:
 
     mesh: Mesh
     partition: Partition
-    rank_of: tuple[int, ...]
-    shards: Mapping[tuple[str, ...], Shard] = field(default_factory=dict, hash=False)  # in stages
-    auto: tuple[str, ...] = ()  # axes that XLA divides ordinary JAX over, such as tp
+    rank_of: tuple[int, ...]  # rank of each stage
+    # divided parameters: `shards_of`
+    shards: Mapping[tuple[str, ...], Shard] = field(default_factory=dict, hash=False)
+    auto: tuple[str, ...] = ()  # axes that XLA partitions the model over, such as tp
 
     def auto_specs(self, params: Tree) -> Tree:
-        """Return the PartitionSpecs of {"embed_head", "layers"}, of one layer, for XLA."""
+        """Return the PartitionSpecs for XLA of {"embed_head", "layers"} (one layer)."""
 
         def spec(path: tuple, leaf: jax.ShapeDtypeStruct) -> P:
             shard = self.shard(path, leaf.shape)
@@ -106,7 +111,7 @@ class Layout:
 
     @cached_property
     def counts(self) -> np.ndarray:
-        """Layers of each stage, int [V, P]."""
+        """Number of layers of each stage, int [V, P]."""
         counts = [len(layers) for layers in self._by_chunk()]
         return np.array(counts, np.int32).reshape(-1, self.mesh.shape["pp"])
 
@@ -116,7 +121,7 @@ class Layout:
 
     @cached_property
     def _is_in_order(self) -> bool:
-        """True where natural order is staged order: stages of one size, dealt round the ranks."""
+        """Whether natural order is staged order: stages are equal and placed round-robin."""
         _, place = self._index
         return self.is_even and bool((place == np.arange(len(place))).all())
 
@@ -125,7 +130,7 @@ class Layout:
         return len(self.counts)
 
     def _by_chunk(self) -> list[range]:
-        """The layers of (chunk 0, rank 0), (chunk 0, rank 1), ...: in model order if looped."""
+        """Return the layers of (chunk 0, rank 0), (chunk 0, rank 1), ...: model order if looped."""
         num_ranks = self.mesh.shape["pp"]
         stages: list[list[range]] = [[] for _ in range(num_ranks)]
         for layers, rank in zip(self.partition, self.rank_of, strict=True):
@@ -134,7 +139,7 @@ class Layout:
 
     @cached_property
     def _index(self) -> tuple[np.ndarray, np.ndarray]:
-        """The layer in each staged place [V, P, K] (padding: 0); each layer's place in V*P*K."""
+        """(layer of each slot [V, P, K], 0 in padding; flat index of each layer's slot [L])."""
         stages = self._by_chunk()
         longest = max(map(len, stages))
         layer = np.zeros((len(stages), longest), np.int32)
@@ -146,16 +151,16 @@ class Layout:
 
     @property
     def numbers(self) -> np.ndarray:
-        """The layer that each staged place holds, int [V, P, K]; 0 where padded."""
+        """Layer number of each slot, int [V, P, K]; 0 in padding."""
         return self._index[0]
 
     @property
     def layer_in_slot(self) -> np.ndarray:
-        """The layer of each staged place, int [V, P, K]; -1 where padded."""
+        """Layer number of each slot, int [V, P, K]; -1 in padding."""
         return np.where(np.arange(self.numbers.shape[2]) < self.counts[..., None], self.numbers, -1)
 
     def among(self, chunk: int) -> tuple[tuple[int, ...], ...]:
-        """Return for each layer slot of a chunk its layers on the ranks; all padding: layer 0."""
+        """Return the layers that ranks hold in each slot of a chunk; (0,) if all are padding."""
         slots = []
         for k in range(self.numbers.shape[2]):
             held = self.numbers[chunk, :, k][k < self.counts[chunk]]
@@ -163,14 +168,17 @@ class Layout:
         return tuple(slots)
 
     def shard(self, path: tuple, shape: tuple[int, ...]) -> Shard | None:
-        """Return the division of a leaf of this shape, in one layer; None, as of a row's mean."""
+        """Return the `Shard` of a leaf with this shape (of one layer); None if it is not divided.
+
+        Optimizer state of another shape than its parameter, such as row means, is not divided.
+        """
         shard = self.shards.get(parameter_of(path))
         if shard is None or shard.num_dims != len(shape):
             return None
         return shard if shape[shard.dim] in (shard.size, shard.padded) else None
 
     def own_embed_head(self, embed_head: Tree) -> tuple[bool, ...] | None:
-        """Return for each leaf of embedding and head if ranks hold parts of it; None: no leaf."""
+        """Return whether ranks divide each leaf of embedding and head; None: no divided leaf."""
         paths = jax.tree_util.tree_flatten_with_path({"embed_head": embed_head})[0]
         shards = [self.shards.get(parameter_of(path)) for path, _ in paths]
         found = tuple(shard is not None and "pp" in shard.axes for shard in shards)
@@ -205,7 +213,7 @@ class Layout:
         return self.unpadded(jax.tree_util.tree_map_with_path(convert, tree), 1)
 
     def padded(self, tree: Tree, num_stacked: int) -> Tree:
-        """Return a tree with zeros up to the sizes that tp divides."""
+        """Return a tree with divided dims padded by zeros; num_stacked: leading dims of layers."""
         return self._resized(tree, num_stacked, lambda shard: shard.padded)
 
     def unpadded(self, tree: Tree, num_stacked: int) -> Tree:
@@ -225,7 +233,7 @@ class Layout:
         return jax.tree_util.tree_map_with_path(convert, tree)
 
     def staged_specs(self, tree: Tree) -> Tree:
-        """Return a staged tree's PartitionSpecs: all over pp and fsdp, shards also in stages."""
+        """Return a staged tree's PartitionSpecs over pp, fsdp and the axes inside a stage."""
 
         spec = lambda path, leaf: self.staged_spec(path, leaf.shape)  # noqa: E731
         return jax.tree_util.tree_map_with_path(spec, tree)
@@ -233,7 +241,7 @@ class Layout:
     def staged_spec(
         self, path: tuple, shape: tuple[int, ...], axes: tuple[str, ...] = ("pp", "fsdp")
     ) -> P:
-        """Return the spec of a staged leaf; axes: over which embedding and head are stored."""
+        """Return the spec of a staged leaf; axes: those that store embedding and head."""
         if is_layer(path):
             of_layer = shape[3:]
             shard = self.shard(path, of_layer)
@@ -241,7 +249,7 @@ class Layout:
         return P(*self.over(shape, axes, self.shard(path, shape)))
 
     def natural_specs(self, tree: Tree) -> Tree:
-        """Return a natural tree's PartitionSpecs: layers over pp only if it divides L."""
+        """Return a natural tree's PartitionSpecs; layers are over pp only if pp divides L."""
 
         def spec(path: tuple, leaf: jax.Array) -> P:
             shard = self.shard(path, leaf.shape[is_layer(path) :])
@@ -257,11 +265,11 @@ class Layout:
     def over(
         self, shape: tuple[int, ...], axes: tuple[str, ...], shard: Shard | None = None
     ) -> tuple:
-        """Return axis names for each dim: the first dim that `axes` divide, or their last axis.
+        """Return the axis names of each dim: `axes` on the first dim that they divide.
 
-        The first, since XLA reorders the dims of an array to gather or scatter along a later one.
-        shard: the dim that axes in a stage or ranks divide. If ranks divide it, no other axis does:
-        they never gather the vocabulary.
+        If they divide no dim, their last axis is used. The first dim is best: to gather or scatter
+        along a later one, XLA reorders the dims of the array. shard: adds the axes inside a stage
+        to its dim. A vocabulary divided over the ranks takes no other axis: it is never gathered.
         """
         dim, parts = (-1, 1) if shard is None else (shard.dim, shard.num_parts)
         over_ranks = shard is not None and "pp" in shard.axes
@@ -282,7 +290,7 @@ class Layout:
         return tuple(each or None for each in names)
 
     def shardings(self, specs: Tree) -> Tree:
-        """Return the NamedSharding of each PartitionSpec."""
+        """Return the NamedSharding of each PartitionSpec on the mesh."""
         return jax.tree.map(partial(NamedSharding, self.mesh), specs)
 
 
@@ -301,7 +309,7 @@ def shapes_on_device(params: Tree, shards: Mapping[tuple[str, ...], Shard]) -> T
 
 
 def gather_shards(tree: Tree, specs: Tree) -> Tree:
-    """Return, inside shard_map, leaves gathered over fsdp, or (pp, fsdp) if both divide a dim."""
+    """Gather leaves over fsdp, or over (pp, fsdp) if both divide a dim; inside shard_map."""
 
     def whole(leaf: jax.Array, spec: P) -> jax.Array:
         dim, axes = _fsdp(spec)
@@ -311,7 +319,7 @@ def gather_shards(tree: Tree, specs: Tree) -> Tree:
 
 
 def gathered(leaf: jax.Array, spec: P) -> jax.Array:
-    """Return, inside shard_map, a whole leaf of this device's shard."""
+    """Gather a leaf over all axes of its spec; inside shard_map."""
     for dim, axes in enumerate(spec):
         if axes:
             leaf = jax.lax.all_gather(leaf, axes, axis=dim, tiled=True)
@@ -319,7 +327,7 @@ def gathered(leaf: jax.Array, spec: P) -> jax.Array:
 
 
 def own_shards(tree: Tree, specs: Tree) -> Tree:
-    """Return, inside shard_map, this device's shards of leaves as `gather_shards` returns them."""
+    """Return this device's shards of gathered leaves: undo `gather_shards`, inside shard_map."""
 
     def shard(leaf: jax.Array, spec: P) -> jax.Array:
         dim, axes = _fsdp(spec)
@@ -332,16 +340,16 @@ def own_shards(tree: Tree, specs: Tree) -> Tree:
 
 
 def layer_specs(staged: Tree, *, are_stacked: bool = False) -> Tree:
-    """Return the PartitionSpecs of one layer (or of a chunk's, stacked) from the staged ones."""
+    """Return the specs of one layer, or of a chunk's stacked layers, from the staged specs."""
     first = 2 if are_stacked else 3
     return jax.tree.map(lambda spec: P(*spec[first:]), staged)
 
 
 def scatter_sums(tree: Tree, specs: Tree, replicated: tuple[str, ...]) -> Tree:
-    """Return, inside shard_map, each leaf's sum over `replicated`: this device's shard by the spec.
+    """Sum each leaf over the axes `replicated`; return this device's shard, inside shard_map.
 
-    A leaf is not summed over the axes that divide it: its shards over tp or over the ranks, each
-    of another part, are not added to each other. fsdp only stores parts of what each device adds.
+    A leaf is not summed over axes that divide it, such as tp, or the ranks for a vocabulary: their
+    shards are different parts. fsdp is summed over: it divides only the storage of the sum.
     """
 
     def reduce(leaf: jax.Array, spec: P) -> jax.Array:
@@ -366,7 +374,7 @@ def sharded_dim(spec: P) -> int:
 
 
 def _fsdp(spec: P) -> tuple[int | None, tuple[str, ...]]:
-    """Return the dim that a spec stores over fsdp, and the axes that store it; or (None, ())."""
+    """Return (dim stored over fsdp, axes that store it), or (None, ())."""
     for dim, names in enumerate(spec):
         axes = names if isinstance(names, tuple) else (names,)
         if "fsdp" in axes:

@@ -1,6 +1,6 @@
-"""The reference executor: the un-pipelined model, by plain autodiff, microbatches in one program.
+"""The reference executor: the un-pipelined model by plain autodiff, microbatches in one program.
 
-The oracle of every other executor. It shares no code with them.
+It is the oracle for every other executor and shares no code with them.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from ppctl.model.trainable_parameters import trained_part, with_trained
 from ppctl.schedule.remat import Remat
 
 Tree = Any
-MOST_UNROLLED = 16  # layers in the program; more are scanned
+MOST_UNROLLED = 16  # layers in the program; deeper models are scanned
 
 
 def reference(
@@ -32,15 +32,20 @@ def reference(
 ) -> Callable[[Tree, Tree], tuple[Any, Tree]]:
     """Return the function (params, batch) -> (losses, gradients) of the un-pipelined model.
 
-    params: in natural order; batch: {"inputs", "targets"}, arrays [batch, ...], and "keys" of
-    examples (`ppctl.model.random_keys`) for layers with a key. losses: {"loss": the mean over the
-    batch, name: an attached loss, over the same number, or a metric of the head}. dtype: of
-    compute; gradients have the parameters', and are None for frozen ones. remat: none | layer (the
-    backward recomputes each layer) | full (the whole model). Up to `unroll` layers are unrolled,
-    and layers that differ. Without with_grads the function returns (loss, number of losses in the
-    mean).
+    Args:
+      num_microbatches: number of microbatches, whose gradients are summed in turn.
+      remat: none, layer (the backward recomputes each layer) or full (the whole model).
+      dtype: the compute dtype.
+      unroll: the most equal layers to unroll; more are scanned. Layers that differ are unrolled.
+      with_grads: if False, the function returns (loss, number of losses in the mean).
+
+    Returns:
+      A function of params in natural order and of batch {"inputs", "targets"}, arrays [batch, ...],
+      with "keys" of the examples (`ppctl.model.random_keys`) for layers with a key.
+      losses: {"loss": mean over the batch}, and by name each attached loss, over the same number,
+      and each metric of the head. Gradients have the parameters' dtype; None for frozen ones.
     """
-    # 1. the loss of a microbatch, of parameters with the inputs of layers
+    # 1. the loss of a microbatch; layers carry their extra inputs
     setting = Remat.of(remat)
 
     def loss_of(inputs: LayerInputs) -> Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]:
@@ -58,7 +63,7 @@ def reference(
 
         return jax.checkpoint(loss_sum) if setting.keeps_input_only else loss_sum
 
-    # 2. summed over microbatches with gradients, or alone
+    # 2. loss and gradients summed over microbatches, or only the loss
     if with_grads:
         return _accumulated(stack, loss_of, num_microbatches)
 
@@ -72,10 +77,10 @@ def reference(
 def _accumulated(
     stack: Stack, loss_of: Callable[[LayerInputs], Callable], num_microbatches: int
 ) -> Callable[[Tree, Tree], tuple[dict[str, jax.Array], Tree]]:
-    """Return the mean losses and the gradients, summed over microbatches by autodiff."""
+    """Return the function of `reference` with gradients, summed over microbatches."""
 
     def loss_and_grads(params: Tree, batch: Tree) -> tuple[dict[str, jax.Array], Tree]:
-        # 1. the parameters with the inputs of layers
+        # 1. parameters, extended by the extra inputs of layers
         microbatches = jax.tree.map(lambda a: a.reshape(num_microbatches, -1, *a.shape[1:]), batch)
         first = jax.tree.map(lambda a: a[0], microbatches)
         x = jax.eval_shape(stack.embed, params["embed_head"], first["inputs"])
@@ -85,7 +90,7 @@ def _accumulated(
         numbers = jnp.arange(stack.num_layers)
         params = params | {"layers": inputs.extended(params["layers"], places, numbers)}
         trained = trained_part(params, inputs.trainable(stack))
-        # 2. the sums over microbatches
+        # 2. sums over microbatches
         loss_sum = loss_of(inputs)
         of_trained = lambda trained, microbatch: loss_sum(with_trained(trained, params), microbatch)  # noqa: E731
         grad = jax.value_and_grad(of_trained, has_aux=True)
@@ -97,7 +102,7 @@ def _accumulated(
         loss, number = jax.eval_shape(loss_sum, params, first)
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (loss, number, trained))
         (loss, number, grads), _ = jax.lax.scan(add, zeros, microbatches)
-        # 3. the means
+        # 3. means over the losses
         metrics, number = metric_means(number), divisor(number)
         layers, attached = inputs.separate(grads["layers"])
         losses = {LOSS: loss / number} | metrics
@@ -108,9 +113,9 @@ def _accumulated(
 
 
 def outputs_of(stack: Stack, *, dtype: Any) -> Callable[[Tree, jax.Array], Tree]:
-    """Return the function (params, inputs) -> outputs; arguments as in `reference`."""
+    """Return the function (params, inputs) -> outputs of the head; arguments as in `reference`."""
     outputs = stack.options.outputs
-    assert outputs is not None, "a stack that states no outputs"
+    assert outputs is not None, "the stack has no outputs function"
 
     def predict(params: Tree, inputs: jax.Array) -> Tree:
         params = LayerInputs().computed(params, dtype, stack.options.updates)
@@ -123,9 +128,10 @@ def outputs_of(stack: Stack, *, dtype: Any) -> Callable[[Tree, jax.Array], Tree]
 def by_example(
     stack: Stack, *, dtype: Any
 ) -> Callable[[Tree, Tree], tuple[jax.Array, jax.Array, Tree]]:
-    """Return the function (params, batch) -> (losses, numbers of losses, outputs) by example.
+    """Return the function (params, batch) -> (losses, numbers of losses, outputs) per example.
 
-    The first two are [examples]; outputs: None of a stack without. Arguments as in `reference`.
+    losses and numbers: [examples]. outputs: None if the stack has no outputs function. Arguments as
+    in `reference`.
     """
 
     def run(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array, Tree]:
@@ -146,7 +152,7 @@ def _before_head(
     layer: Callable[[int], Callable[[Tree, jax.Array], Any]],
     unroll: int = MOST_UNROLLED,
 ) -> jax.Array:
-    """Return x after the last layer."""
+    """Return the output of the last layer."""
     x = stack.embed(params["embed_head"], inputs)
     if stack.num_layers <= unroll or not stack.are_alike:
         functions = [stack.layer_of(l) for l in range(stack.num_layers)]

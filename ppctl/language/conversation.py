@@ -1,4 +1,4 @@
-"""A conversation with a trained transformer: messages in, answers out, by its chat template."""
+"""Conversations with a trained transformer: messages in, answers out, by its chat template."""
 
 from collections.abc import Container, Iterator, Sequence
 from typing import Any
@@ -15,14 +15,14 @@ from ppctl.model.cached_decoding import Decoder
 
 
 def first_messages(system: str | None) -> list[dict[str, str]]:
-    """Return the messages before the first user's: the system message, or none."""
+    """Return the messages before the user's first: the system message, if any."""
     return [] if system is None else [{"role": "system", "content": system}]
 
 
 class Conversation:
     """The messages so far, and the model that answers the next one.
 
-    Each answer depends on the messages before it, the seed and the sampling alone. The whole
+    Each answer depends only on the earlier messages, the seed and the sampling. The whole
     conversation is read again for each answer: a template may write earlier messages differently.
     """
 
@@ -37,7 +37,10 @@ class Conversation:
         sampling: Sampling,
         seed: int,
     ) -> None:
-        """Start with a system message, or none. max_tokens: of an answer."""
+        """Start with an optional system message.
+
+        ends: tokens that end an answer; max_tokens: maximum tokens of each answer.
+        """
         self.messages = first_messages(system)
         self._model, self._devices, self._ends = model, devices, ends
         self._max_tokens, self._sampling, self._seed = max_tokens, sampling, seed
@@ -47,8 +50,8 @@ class Conversation:
     def answer(self, message: str) -> Iterator[str]:
         """Yield the answer to a user's message, piece by piece; then keep both.
 
-        Raises ConfigError for a conversation longer than the model's positions, DataError for
-        roles that the template refuses.
+        Raises ConfigError if the conversation is longer than the model's positions, DataError if
+        the template refuses its roles.
         """
         messages = [*self.messages, {"role": "user", "content": message}]
         ids = self._model.encoded_chat(messages)
@@ -69,7 +72,7 @@ class Conversation:
         self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
 
     def _decoder_for(self, ids: Sequence[int]) -> Decoder:
-        """Return the decoder; one of at least twice the positions where they do not suffice."""
+        """Return the decoder; if it is too small, make one with at least twice the positions."""
         needed = positions_for([ids], self._max_tokens)
         if self._decoder is None or needed > self._num_positions:
             self._num_positions = max(needed, 2 * self._num_positions)

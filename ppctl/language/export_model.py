@@ -1,4 +1,4 @@
-"""A run's parameters as a directory that `transformers` loads, or its adapters for PEFT."""
+"""Export of a run's parameters as a `transformers` directory, or of its adapters for PEFT."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ from ppctl.training.run.kept_tokenizer import (
 from ppctl.training.run.saved_run import load_run
 
 Tree = Any
-SHARD_BYTES = 5 * 10**9  # of a file, without its last tensor, at most
+SHARD_BYTES = 5 * 10**9  # bytes of a file before its last tensor, at most
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 BFLOAT16 = ml_dtypes.bfloat16
 DTYPES: dict[str, Any] = {"float32": np.float32, "bfloat16": BFLOAT16, "float16": np.float16}
@@ -53,16 +53,16 @@ def export_model(
 ) -> Exported:
     """Write a checkpoint as safetensors with config.json, and the files kept by an import.
 
-    step: None: the newest. dtype: of the tensors; None: that of the imported model, else float32.
-    adapter: write only the adapters of optim.train=lora, by PEFT's names; they are merged in else.
+    step: None: the newest. dtype: the tensors' dtype; None: the imported model's, else float32.
+    adapter: write only the adapters of optim.train=lora, under PEFT's names; else merge them.
 
     Raises:
         ConfigError: `transformers` lacks the run's model, the run has no adapters, or `out` exists.
-        CheckpointError: There is no such checkpoint.
+        CheckpointError: The checkpoint does not exist.
     """
     check_new(out)
     model = open_language_model(run_dir, step=step)
-    # 1. parameters, config.json, and the files that come with them
+    # 1. collect parameters, config.json, and the files to copy
     if adapter:
         step, params, config, of_base = _adapter(model)
         copied, stem = dict[str, Path](), "adapter_model"
@@ -80,7 +80,7 @@ def export_model(
     if not adapter:
         config.pop("torch_dtype", None)
         config["dtype"] = dtype
-    # 2. the files
+    # 2. write the files
     with all_or_nothing(out) as part:
         (part / config_file).write_text(json.dumps(config, indent=2) + "\n")
         names = named_parameters(params, of_base, adapters=adapter)
@@ -97,7 +97,7 @@ def export_model(
 
 
 def _config(model: LanguageModel, source: Path | None) -> dict[str, Any]:
-    """Return the config.json of a model: the imported one where it describes the same model."""
+    """Return a model's config.json: the imported one if it describes the same model."""
     config = model_config(model.transformer, model.vocab_size)
     kept = None if source is None else json_object(source / MODEL_CONFIG)
     if kept is not None and model_settings(kept) == model_settings(config):
@@ -109,7 +109,7 @@ def _config(model: LanguageModel, source: Path | None) -> dict[str, Any]:
 def _adapter(model: LanguageModel) -> tuple[int, Tree, dict[str, Any], dict[str, Any]]:
     """Return (step, parameters with adapters, PEFT's config, config.json of the base).
 
-    ConfigError without adapters.
+    Raises ConfigError if the run has no adapters.
     """
     adapters = model.adapters
     if adapters is None:
@@ -129,14 +129,14 @@ def _adapter(model: LanguageModel) -> tuple[int, Tree, dict[str, Any], dict[str,
 
 
 def _module(each: Named, model: Transformer) -> str:
-    """Return the end of a module's name that no module without an adapter has."""
+    """Return the end of a module's name, long enough to match only modules with adapters."""
     parts = each.name.removeprefix(PEFT_MODEL).split(".")[:-2]
     has_namesakes = each.path[1] == "mlp" and any(model.has_experts)
     return ".".join(parts) if has_namesakes else parts[-1]
 
 
 def _base(start_from: str | None) -> str | None:
-    """Return the model that adapters are for: the directory of an imported one, else of a run."""
+    """Return the base model of adapters: the directory of the imported model, else of the run."""
     while start_from is not None and (Path(start_from) / "config.yaml").is_file():
         run = load_run(start_from)
         if (run.settings.get("optim") or {}).get("train") != "lora":
@@ -148,7 +148,7 @@ def _base(start_from: str | None) -> str | None:
 
 
 def _kept_files(source: Path | None, run_source: Path) -> dict[str, Path]:
-    """Return the kept files to export, config.json aside; a tokenizer of the run comes first."""
+    """Return the kept files to export, except config.json; the run's tokenizer takes precedence."""
 
     def files_of(folder: Path) -> dict[str, Path]:
         return {name: folder / name for name in KEPT[1:] if (folder / name).is_file()}
@@ -162,16 +162,16 @@ def _kept_files(source: Path | None, run_source: Path) -> dict[str, Path]:
 def _write_tensors(
     out: Path, params: Tree, names: list[Named], dtype: Any, stem: str = "model"
 ) -> Iterator[str]:
-    """Write tensors in shards, with an index of several; yield the names of the files."""
+    """Write tensors in shards, with an index if there are several; yield the file names."""
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    # 1. the tensors of each shard
+    # 1. divide the tensors into shards
     sizes = [int(np.prod(each.shape)) * np.dtype(dtype).itemsize for each in names]
     numbers = [start // SHARD_BYTES for start in accumulate([0, *sizes[:-1]])]
     numbered = groupby(zip(numbers, names, strict=True), key=itemgetter(0))
     shards = [[each for _, each in shard] for _, shard in numbered]
-    # 2. the files
+    # 2. write the shards
     places = dict[str, str]()
     for i, shard in enumerate(shards):
         part = "" if len(shards) == 1 else f"-{i + 1:05}-of-{len(shards):05}"
@@ -179,7 +179,7 @@ def _write_tensors(
         tensors = {each.name: _tensor_of(params, each, dtype) for each in shard}
         try:
             save_file(tensors, out / name, {"format": "pt"})
-        except SafetensorError as error:  # as of a full disk
+        except SafetensorError as error:  # such as a full disk
             raise OSError(one_line(error)) from error
         (out / name).chmod(
             next(out.glob("*config.json")).stat().st_mode
@@ -196,6 +196,6 @@ def _tensor_of(params: Tree, each: Named, dtype: Any) -> np.ndarray:
     leaf = params
     for key in each.path:
         leaf = leaf[key]
-    dtype = np.float32 if each.path[1:] == COUNTED else dtype  # as in the models' files
+    dtype = np.float32 if each.path[1:] == COUNTED else dtype  # float32 in published files, too
     tensor = np.asarray(leaf[each.place]).astype(dtype)
     return np.ascontiguousarray(tensor.T if each.is_transposed else tensor)

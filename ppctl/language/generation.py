@@ -1,4 +1,4 @@
-"""Text that a trained transformer continues: prompts in, tokens out, a batch at a time."""
+"""Text generation with a trained transformer: prompts in, tokens out, in batches."""
 
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from ppctl.model.random_keys import key_of_seed, wrapped
 from ppctl.model.stack import Stack
 from ppctl.model.transformer import transformer
 
-REPLACEMENT = "\ufffd"  # character for bytes that are no letter, or not yet
+REPLACEMENT = "\ufffd"  # stands for bytes that are not (yet) a whole character
 MOST_PIECE = 128  # prompt tokens read at a time
 POSITIONS = 64  # divisor of the number of positions, so that few programs are compiled
 
@@ -39,14 +39,14 @@ class Sampling:
         """Raise ConfigError for impossible settings."""
         if not 0 <= self.temperature < float("inf"):
             raise ConfigError(
-                f"--temperature {self.temperature} is none. Use 0 for the likeliest token, or "
+                f"--temperature {self.temperature} is invalid. Use 0 for the likeliest token, or "
                 "0.1 to 2."
             )
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f"--top-k {self.top_k} leaves no token. Use 1 or more, or omit it.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ConfigError(
-                f"--top-p {self.top_p} is no probability above 0. Use 0.9, or omit it."
+                f"--top-p {self.top_p} is not a probability above 0. Use 0.9, or omit it."
             )
         if self.temperature == 0 and (self.top_k, self.top_p) != (None, None):
             raise ConfigError(
@@ -57,9 +57,9 @@ class Sampling:
     def choose(
         self, logits_BV: jax.Array, seed: int, place: jax.Array, num_tokens: int
     ) -> jax.Array:
-        """Return one token a row [B]: a function of seed, row and place in the continuation.
+        """Return one token per row, int32 [B], drawn by seed, row and place in the continuation.
 
-        num_tokens: of the tokenizer; ids from there on pad the vocabulary and are never chosen.
+        num_tokens: size of the tokenizer; larger ids pad the vocabulary and are never chosen.
         """
         logits_BV = logits_BV[:, :num_tokens]
         if self.temperature == 0:
@@ -81,7 +81,7 @@ class Sampling:
 
 
 def decoder_of(model: LanguageModel, devices: Sequence[Any], num_positions: int) -> Decoder:
-    """Return a model's decoder of num_positions positions, its layers dealt to the devices."""
+    """Return a model's decoder of num_positions positions, its layers divided over the devices."""
     sizes = model.transformer
 
     def make(mix: Mix, rotate: Rotate) -> Stack:
@@ -89,15 +89,15 @@ def decoder_of(model: LanguageModel, devices: Sequence[Any], num_positions: int)
 
     if len(devices) > sizes.num_layers:
         raise ConfigError(
-            f"--devices {len(devices)} are more than the model's {sizes.num_layers} layers, and "
-            f"a device has one at least. Use {sizes.num_layers} or fewer."
+            f"--devices {len(devices)} are more than the model's {sizes.num_layers} layers, but "
+            f"each device needs at least one. Use {sizes.num_layers} or fewer."
         )
     heads = sizes.kv_heads, sizes.head_width
     return Decoder(make, model.params, devices, num_positions, heads, model.dtype)
 
 
 def positions_for(prompts: Sequence[Sequence[int]], max_tokens: int) -> int:
-    """Return the number of positions of prompts and their continuations.
+    """Return the number of positions for prompts and continuations, a multiple of POSITIONS.
 
     >>> positions_for([[1, 2, 3]], 10), positions_for([[1] * 130], 10)
     (64, 320)
@@ -117,10 +117,10 @@ def continuations(
 ) -> Iterator[np.ndarray]:
     """Yield the next token of each (non-empty) prompt, int32 [B], max_tokens times.
 
-    decoder: of at least `positions_for` these positions; num_tokens: of the tokenizer. Lazy: each
-    next() computes one token.
+    decoder: of at least `positions_for(prompts, max_tokens)` positions; num_tokens: size of the
+    tokenizer. Lazy: each next() computes one token.
     """
-    # 1. the prompts, filled up in front, piece by piece
+    # 1. read the left-padded prompts, piece by piece
     read = _read_length(max(map(len, prompts)))
     piece = min(read, MOST_PIECE)
     tokens = np.zeros((len(prompts), read), np.int32)
@@ -131,7 +131,7 @@ def continuations(
     for first in range(0, read, piece):
         piece_tokens = jnp.asarray(tokens[:, first : first + piece])
         logits, cache = decoder.read(piece_tokens, cache, first, starts)
-    # 2. one token at a time
+    # 2. choose and read one token at a time
     choose = jax.jit(partial(sampling.choose, seed=seed, num_tokens=num_tokens))
     for place in range(max_tokens):
         chosen = choose(logits, place=jnp.int32(place))
@@ -156,7 +156,7 @@ def pieces_of_text(
 ) -> Iterator[str]:
     """Yield the text that each new token adds, up to a token of `ends` or max_tokens tokens.
 
-    tokens: of one row, [1] each. Half a letter waits for the next token: its piece is "".
+    tokens: tokens of one row, [1] each. A token that ends within a character yields "".
     """
     new: list[int] = []
     shown = ""
@@ -178,7 +178,7 @@ def text_of(
 ) -> str:
     """Return the text of new tokens after a prompt, without a final token of `ends`.
 
-    Decoded with the prompt: some tokenizers decode a token differently at the start of a text.
+    The prompt is decoded too, because some tokenizers treat the start of a text differently.
     """
     new = [*new[:-1]] if new and new[-1] in ends else [*new]
     before, whole = tokenizer.decode([*prompt]), tokenizer.decode([*prompt, *new])

@@ -1,6 +1,6 @@
-"""A GGUF file as `transformers` would have it: config.json, tensors by name, tokenizer.json.
+"""Read a GGUF file in the form of `transformers`: config.json, named tensors, tokenizer.json.
 
-`gguf` dequantizes tensors exactly.
+The package `gguf` dequantizes tensors exactly.
 """
 
 import json
@@ -15,7 +15,7 @@ from ppctl.errors import ConfigError, PpctlError, one_line
 from ppctl.language.model_files import FETCH, Tensors
 from ppctl.language.tensor_names import EMBED_HEAD, LAYER
 
-SIZES = {  # key of config.json: key of the file, after its architecture
+SIZES = {  # key of config.json: GGUF key after the architecture
     "num_hidden_layers": "block_count",
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -33,7 +33,7 @@ SIZES = {  # key of config.json: key of the file, after its architecture
 }
 TOKENS = {f"{name}_token_id": f"{name}_token_id" for name in ("bos", "eos")}
 TOKENS["pad_token_id"] = "padding_token_id"
-ARCHITECTURES = {  # general.architecture: model_type; no Gemma: its norms' 1 + scale are rounded
+ARCHITECTURES = {  # general.architecture: model_type; no Gemma: GGUF rounds its norms' 1 + scale
     "llama": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
@@ -41,46 +41,46 @@ ARCHITECTURES = {  # general.architecture: model_type; no Gemma: its norms' 1 + 
     "qwen3moe": "qwen3_moe",
     "olmoe": "olmoe",
 }
-MIXTRAL = "mixtral"  # model_type of files of llama with experts
-NORMED = {"norm_topk_prob": True}  # llama.cpp's rule for qwen3moe, stated in no file
-PERMUTED = "llama"  # architecture whose rows of q and k llama.cpp stores as rotated neighbours
-OF_ANGLES = "rope_freqs.weight"  # factors of rotary wavelengths, as Llama 3.1's
-CONTROL = 3  # type of tokens that no text becomes
-MOST_READS = 2**23  # numbers and texts of a header; usual: a million
+MIXTRAL = "mixtral"  # model_type of llama files with experts
+NORMED = {"norm_topk_prob": True}  # llama.cpp's rule for qwen3moe, which files do not state
+PERMUTED = "llama"  # architecture with q and k rows reordered: rotary pairs are adjacent
+OF_ANGLES = "rope_freqs.weight"  # factors of rotary wavelengths, such as Llama 3.1's
+CONTROL = 3  # type of special tokens
+MOST_READS = 2**23  # values in a header; usually a million
 
 
 def open_gguf(path: Path) -> tuple[dict[str, Any], Tensors, dict[str, str], tuple[str, ...]]:
     """Return (config.json, tensors, texts of tokenizer files by name, notes) of a GGUF file.
 
-    ConfigError if it cannot be read, or ppctl lacks the model.
+    ConfigError if it cannot be read, or its model is unsupported.
     """
     try:
-        with np.errstate(all="raise"):  # sizes that overflow
+        with np.errstate(all="raise"):  # raises for sizes that overflow
             return _opened(path)
     except PpctlError:
         raise
-    except Exception as error:  # anything that gguf and tokenizers raise of a damaged file
+    except Exception as error:  # any error of gguf or tokenizers for a damaged file
         why = one_line(error) or type(error).__name__
         raise ConfigError(f"{path} cannot be read as GGUF: {why}. {FETCH}") from error
 
 
 def _opened(path: Path) -> tuple[dict[str, Any], Tensors, dict[str, str], tuple[str, ...]]:
-    # 1. the file and its architecture
+    # 1. read the header and its architecture
     reader = _reader(path)
     fields = reader.fields.items()
     found = {name: f.contents() for name, f in fields if not name.startswith("tokenizer.ggml.")}
     kind = found.get("general.architecture")
     if kind not in ARCHITECTURES:
         raise ConfigError(
-            f"{path} is of general.architecture={kind}. Of GGUF files ppctl reads "
+            f"{path} has the unsupported general.architecture={kind}. ppctl reads GGUF files of "
             f"{', '.join(ARCHITECTURES)}."
         )
     names = {tensor.name: tensor for tensor in reader.tensors}
     if found.get(f"{kind}.rope.scaling.type", "none") != "none" or OF_ANGLES in names:
         raise ConfigError(
-            f"{path} scales rotary positions, which ppctl reads from config.json alone."
+            f"{path} scales rotary positions, which ppctl reads only from a config.json."
         )
-    # 2. config.json
+    # 2. make config.json
     sizes = {key: f"{kind}.{name}" for key, name in SIZES.items()}
     model_type = MIXTRAL if found.get("llama.expert_count") else ARCHITECTURES[kind]
     model_config: dict[str, Any] = {"model_type": model_type, "dtype": "float32"}
@@ -92,11 +92,11 @@ def _opened(path: Path) -> tuple[dict[str, Any], Tensors, dict[str, str], tuple[
     if "token_embd.weight" not in names or len(names["token_embd.weight"].shape) != 2:
         raise ConfigError(f"{path} has no matrix token_embd.weight. {FETCH}")
     eps, vocab_size = model_config["rms_norm_eps"], int(names["token_embd.weight"].shape[1])
-    model_config["rms_norm_eps"] = float(f"{eps:.7g}")  # written as float32
+    model_config["rms_norm_eps"] = float(f"{eps:.7g}")  # rounded, because GGUF stores float32
     model_config |= {"tie_word_embeddings": "output.weight" not in names, "vocab_size": vocab_size}
     tokens = {key: _token(path, reader, name, vocab_size) for key, name in TOKENS.items()}
     model_config |= {key: token for key, token in tokens.items() if token is not None}
-    # 3. the tokenizer, and the tokens that end texts
+    # 3. make the tokenizer's files, and the list of end tokens
     texts, notes = _tokenizer(reader, model_config)
     turn_end = _token(path, reader, "eot_token_id", vocab_size)
     if turn_end is not None and "eos_token_id" in model_config:
@@ -108,9 +108,9 @@ def _opened(path: Path) -> tuple[dict[str, Any], Tensors, dict[str, str], tuple[
 
 
 def _reader(path: Path) -> Any:
-    """Return gguf's reader of a file. ValueError where parts of it lie beyond its end, or overlap.
+    """Return gguf's reader of a file. ValueError if its parts overlap or lie beyond its end.
 
-    gguf itself reads what lies beyond the end as empty, for ever where a size says so.
+    Without these checks, gguf reads parts beyond the end as empty, endlessly for damaged sizes.
     """
     try:
         from gguf import GGUFReader
@@ -126,7 +126,7 @@ def _reader(path: Path) -> Any:
             self.num_reads += 1
             end = int(offset) + np.dtype(dtype).itemsize * int(count)
             if not 0 <= int(offset) <= end <= len(self.data) or self.num_reads > MOST_READS:
-                raise ValueError(f"its parts reach to byte {end}, and it has {len(self.data)}")
+                raise ValueError(f"its parts reach byte {end}, but the file has {len(self.data)}")
             return super()._get(offset, dtype, count, *order, **named)
 
     reader = Reader(path)
@@ -134,17 +134,17 @@ def _reader(path: Path) -> Any:
     for tensor in sorted(reader.tensors, key=lambda tensor: tensor.data_offset):
         if tensor.data_offset < end:
             begin = f"{tensor.name} begins at byte {tensor.data_offset}"
-            raise ValueError(f"{begin}, and what comes before it ends at byte {end}")
+            raise ValueError(f"{begin}, but the part before it ends at byte {end}")
         end = tensor.data_offset + tensor.n_bytes
     return reader
 
 
 def _token(path: Path, reader: Any, name: str, vocab_size: int) -> int | None:
-    """Return a token id that the file states. ConfigError for one that the model lacks."""
+    """Return a token id that the file states, if any. ConfigError if the model lacks it."""
     field = reader.get_field(f"tokenizer.ggml.{name}")
     token = None if field is None else field.contents()
     if token is not None and (type(token) is not int or not 0 <= token < vocab_size):
-        what = f"tokenizer.ggml.{name}={token} in {path} is no token of the model's {vocab_size}"
+        what = f"tokenizer.ggml.{name}={token} in {path} is not one of the {vocab_size} tokens"
         raise ConfigError(f"{what}. {FETCH}")
     return token
 
@@ -153,7 +153,7 @@ def _tensors(path: Path, reader: Any, model_config: Mapping[str, Any], kind: str
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
     from gguf.quants import dequantize
 
-    # 1. the tensors by the names of transformers
+    # 1. name the tensors as in transformers
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     stated = model_config.get("num_hidden_layers")
     num_layers = min(stated, len(tensors)) if isinstance(stated, int) else 0
@@ -161,15 +161,15 @@ def _tensors(path: Path, reader: Any, model_config: Mapping[str, Any], kind: str
     to_gguf, by_name = get_tensor_name_map(arch, num_layers), dict[str, Any]()
     layers = (f"model.layers.{l}.{name}" for l in range(num_layers) for name in LAYER.values())
     for name in (*EMBED_HEAD.values(), *layers):
-        whole = name.replace(".{}", "")  # all experts of a layer are one tensor, for `by_expert`
+        whole = name.replace(".{}", "")  # GGUF fuses the experts of a layer, for `by_expert`
         in_file = to_gguf.get_name(whole, (".weight", ".bias"))
         if (tensor := tensors.pop(in_file, None)) is not None:
             by_name[name if whole == name else whole.removesuffix(".weight")] = tensor
     if tensors:
-        what = f"{next(iter(tensors))} in {path} is no tensor of a model that ppctl has"
+        what = f"{next(iter(tensors))} in {path} is not a tensor of a model that ppctl supports"
         raise ConfigError(f"{what}. It cannot be imported.")
 
-    # 2. their numbers
+    # 2. read their numbers
     def read(name: str) -> np.ndarray:
         tensor = by_name[name]
         try:
@@ -191,7 +191,7 @@ def _tensors(path: Path, reader: Any, model_config: Mapping[str, Any], kind: str
 
 
 def halves(rows: np.ndarray, num_heads: int) -> np.ndarray:
-    """Return rows of heads with pairs (i, i + H/2), from rows with pairs (2i, 2i + 1).
+    """Reorder the rows of heads: from rotary pairs (2i, 2i + 1) to pairs (i, i + H/2).
 
     >>> halves(np.arange(6), 1)
     array([0, 2, 4, 1, 3, 5])
@@ -208,7 +208,7 @@ def _tokenizer(
         field = reader.get_field(f"tokenizer.ggml.{name}")
         return None if field is None else field.contents()
 
-    # 1. its kind
+    # 1. check its kind
     kind, split = get("model"), get("pre")
     from_split = {"smollm": True, "gpt-2": False, "default": False}
     if kind != "gpt2" or split not in from_split:
@@ -219,10 +219,10 @@ def _tokenizer(
         raise ConfigError(
             "Its tokenizer needs the package tokenizers. Install it: pip install 'ppctl[gguf]'."
         ) from error
-    # 2. tokenizer.json
+    # 2. make tokenizer.json
     tokens, kinds = get("tokens"), get("token_type") or []
     if not isinstance(tokens, list) or len({*tokens}) < len(tokens):
-        raise ValueError("tokenizer.ggml.tokens is no list of texts, each one once")
+        raise ValueError("tokenizer.ggml.tokens is not a list of distinct texts")
     pairs = [tuple(merge.split(" ", 1)) for merge in get("merges") or ()]
     made = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, pairs))
     by_bytes = partial(pre_tokenizers.ByteLevel, add_prefix_space=False)
@@ -232,7 +232,7 @@ def _tokenizer(
     special = [token for token, each in zip(tokens, kinds, strict=False) if each == CONTROL]
     added = partial(AddedToken, special=True, normalized=False)
     made.add_special_tokens([added(token) for token in special])
-    # 3. tokenizer_config.json
+    # 3. make tokenizer_config.json
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     present = [key for key in TOKENS if key in model_config]
     about |= {key.removesuffix("_id"): tokens[model_config[key]] for key in present}

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's form as a run: those of a base's parameters, to go on with or to evaluate."""
+"""Import of PEFT adapters as a run on top of a base run, to train further or to evaluate."""
 
 import math
 import shutil
@@ -24,8 +24,8 @@ from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.pipeline import built_in_models as models
 
 Tree = Any
-ADAPTER_CONFIG = "adapter_config.json"  # of PEFT
-PLAIN = {  # settings of PEFT, and the values with which an adapter is x W + alpha/r (x A) B
+ADAPTER_CONFIG = "adapter_config.json"  # PEFT's config
+PLAIN = {  # PEFT's settings: values that make an adapter x W + alpha/r (x A) B
     "use_dora": (False, None),
     "bias": ("none", None),
     "fan_in_fan_out": (False, None),
@@ -39,12 +39,13 @@ PLAIN = {  # settings of PEFT, and the values with which an adapter is x W + alp
 
 
 def import_adapter(source: Path, base: Path, out: Path) -> Imported:
-    """Write adapters as a run directory of optim.train=lora; base: the run of their model.
+    """Import adapters as a run directory with optim.train=lora; base: the run of their model.
 
-    ConfigError: the adapters are missing, of another kind or of another model, or `out` exists.
+    Raises ConfigError if the adapters are missing, of an unsupported kind or of another model, or
+    if `out` exists.
     """
     check_new(out)
-    # 1. the adapters, and the model they are for
+    # 1. read the adapters and their model
     config, tensors = json_object(source / ADAPTER_CONFIG) or {}, open_safetensors(source)
     model = open_language_model(base)
     of_base = model_config(model.transformer, model.vocab_size)
@@ -53,7 +54,7 @@ def import_adapter(source: Path, base: Path, out: Path) -> Imported:
     stack = models.transformer(**settings, lora=lora)
     wanted = named_parameters(stack.param_shapes, of_base, adapters=True)
     tensors.check({each.name: each.shape for each in wanted})
-    # 2. the parameters of both, and the run directory
+    # 2. join the parameters of both, and write the run directory
     params = with_base(_params(stack.param_shapes, wanted, tensors), model.params)
     optim = {"train": "lora", "lora_rank": lora.rank, "lora_alpha": lora.alpha}
     optim |= {} if lora.targets is None else {"lora_targets": [*lora.targets]}
@@ -64,7 +65,7 @@ def import_adapter(source: Path, base: Path, out: Path) -> Imported:
         with Checkpoints(part / "checkpoints", keep=1) as checkpoints:
             kept = metadata(recorded, model.transformer, source)
             if not checkpoints.save(0, {"params": params}, kept):
-                raise ConfigError(f"A number of {source} is not finite. It cannot be imported.")
+                raise ConfigError(f"A number in {source} is not finite. It cannot be imported.")
         (part / "config.yaml").write_text(yaml.safe_dump(recorded, sort_keys=False))
         files = base / SOURCE
         shutil.copytree(files, part / SOURCE) if files.is_dir() else (part / SOURCE).mkdir()
@@ -78,17 +79,17 @@ def import_adapter(source: Path, base: Path, out: Path) -> Imported:
 def _lora(
     config: Mapping[str, Any], tensors: Tensors, of_base: Mapping[str, Any], file: Path
 ) -> Lora:
-    """Return the sizes of adapters. ConfigError for another kind."""
+    """Return rank, alpha, targets and dropout of adapters. ConfigError for an unsupported kind."""
     if config.get("peft_type") != "LORA":
         kind = config.get("peft_type", "nothing")
-        raise ConfigError(f"{file} states peft_type={kind}. Adapters of LORA can be imported.")
+        raise ConfigError(f"{file} states peft_type={kind}. Only LORA can be imported.")
     for name, plain in PLAIN.items():
         if name in config and config[name] not in plain:
-            raise ConfigError(f"{file} has {name}={config[name]}, which ppctl's adapters have not.")
+            raise ConfigError(f"{file} has {name}={config[name]}, which ppctl's adapters lack.")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or alpha <= 0:
-        raise ConfigError(f"{file} has r={rank} and lora_alpha={alpha}, which are no sizes.")
-    if config.get("use_rslora"):  # alpha/sqrt(r), as alpha/r
+        raise ConfigError(f"{file} has r={rank} and lora_alpha={alpha}: both must be positive.")
+    if config.get("use_rslora"):  # PEFT scales by alpha/sqrt(r), ppctl by alpha/r
         alpha *= math.sqrt(rank)
     table, found = layer_names(of_base["model_type"]), list[str]()
     for target, path in PROJECTIONS.items():
@@ -100,7 +101,7 @@ def _lora(
 
 
 def _params(shapes: Tree, wanted: list[Named], tensors: Tensors) -> Tree:
-    """Return the adapters in the structure of a model's parameters, None for all others."""
+    """Return a tree like the model's parameters, with adapters as leaves and None for others."""
     by_path: dict[tuple, list[Named]] = {}
     for each in wanted:
         by_path.setdefault(each.path, []).append(each)

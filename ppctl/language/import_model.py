@@ -1,4 +1,4 @@
-"""An imported language model as a run: a checkpoint of step 0, a recipe and its tokenizer."""
+"""Import of a language model as a run: a checkpoint at step 0, a recipe and the tokenizer."""
 
 import json
 import os
@@ -39,7 +39,7 @@ from ppctl.user_files import read_file
 
 Tree = Any
 KEPT = (MODEL_CONFIG, GENERATION, *TOKENIZER_FILES)  # files that an export copies
-LONGEST = 2048  # tokens of a sequence in the recipe at most
+LONGEST = 2048  # tokens per sequence in the recipe, at most
 RECIPE = "recipes/imported.yaml"
 
 
@@ -47,22 +47,22 @@ RECIPE = "recipes/imported.yaml"
 class Imported:
     model: Transformer
     num_parameters: int
-    files: tuple[str, ...]  # kept for an export
-    commands: tuple[str, ...]  # that train it
+    files: tuple[str, ...]  # files kept for an export
+    commands: tuple[str, ...]  # commands that train it
     notes: tuple[str, ...] = ()
 
 
 def import_model(source: Path, out: Path) -> Imported:
-    """Write the model of a directory of `transformers`, or of a GGUF file, as a run directory.
+    """Import a model directory of `transformers`, or a GGUF file, as a run directory.
 
-    The host holds one leaf at a time (a matrix of all layers), read from memory maps and put on
+    The host holds one leaf at a time (one matrix of all layers), read from memory maps and put on
     the devices.
 
     Raises:
-        ConfigError: The model is missing or ppctl lacks it, or `out` exists.
+        ConfigError: The model is missing or unsupported, or `out` exists.
     """
     check_new(out)
-    # 1. config.json, tensors and tokenizer of either form
+    # 1. read config.json, tensors and tokenizer
     if source.suffix == ".gguf" and source.is_file():
         from ppctl.language.gguf_file import open_gguf
 
@@ -76,12 +76,12 @@ def import_model(source: Path, out: Path) -> Imported:
             )
         tensors = open_safetensors(source)
     if model_config.get(DROPOUT):
-        notes = (*notes, f"{DROPOUT}={model_config[DROPOUT]} is not applied: no dropout in ppctl")
+        notes = (*notes, f"{DROPOUT}={model_config[DROPOUT]} is not applied: unsupported")
     if model_config.get(BALANCE):
-        what = "ppctl's balance loss, of each sequence, is model.moe.balance_loss"
+        what = "ppctl's balance loss per sequence is model.moe.balance_loss"
         notes = (*notes, f"{BALANCE}={model_config[BALANCE]} is not applied: {what}")
     kept = _kept(source, model_config, texts)
-    # 2. the model and its parameters
+    # 2. read the model and its parameters
     settings = model_settings(model_config)
     stated = model_config.get(POSITIONS)
     length = LONGEST if stated is None else min(stated, LONGEST)
@@ -94,13 +94,13 @@ def import_model(source: Path, out: Path) -> Imported:
     wanted, tensors = named_parameters(shapes, model_config), by_expert(tensors, model_config)
     tensors.check({each.name: each.shape for each in wanted})
     params = _params(shapes, wanted, tensors)
-    # 3. the run directory
+    # 3. write the run directory
     run = Run(name=out.absolute().name, dir=str(out))
     recorded = asdict(Config(model=model, data=Tokens(path=str(source.absolute())), run=run))
     with all_or_nothing(out) as part:
         with Checkpoints(part / "checkpoints", keep=1) as checkpoints:
             if not checkpoints.save(0, {"params": params}, metadata(recorded, model, source)):
-                raise ConfigError(f"A number of {source} is not finite. It cannot be imported.")
+                raise ConfigError(f"A number in {source} is not finite. It cannot be imported.")
         (part / "config.yaml").write_text(yaml.safe_dump(recorded, sort_keys=False))
         (part / SOURCE).mkdir()
         for name, content in kept.items():
@@ -112,11 +112,11 @@ def import_model(source: Path, out: Path) -> Imported:
 
 
 def _params(shapes: Tree, wanted: list[Named], tensors: Tensors) -> Tree:
-    """Return the parameters, each leaf divided over all devices along the first possible dim."""
+    """Return the parameters, each leaf divided over all devices along its first divisible dim."""
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((len(all_devices()),), ("all",), axis_types=auto)
 
-    read_last = lru_cache(1)(tensors.read)  # the parts of a whole leaf follow each other
+    read_last = lru_cache(1)(tensors.read)  # consecutive parts are of the same tensor
 
     def leaf(keys: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
         of_leaf = [each for each in wanted if each.path == tuple(key.key for key in keys)]
@@ -129,7 +129,7 @@ def _params(shapes: Tree, wanted: list[Named], tensors: Tensors) -> Tree:
             if of_leaf and not of_leaf[0].place:  # a part of a tensor, without a copy
                 return read(of_leaf[0], index)
             ranges = [range(size)[each] for size, each in zip(shape.shape, index, strict=True)]
-            block = np.zeros([*map(len, ranges)], shape.dtype)  # zeros where no layer uses it
+            block = np.zeros([*map(len, ranges)], shape.dtype)  # zeros where no layer uses the leaf
             for each in of_leaf:
                 if all(map(range.__contains__, ranges, each.place)):
                     in_block = tuple(map(range.index, ranges, each.place))
@@ -144,7 +144,7 @@ def _params(shapes: Tree, wanted: list[Named], tensors: Tensors) -> Tree:
 
 
 def metadata(recorded: Mapping[str, Any], model: Transformer, source: Path) -> dict[str, Any]:
-    """Return the metadata of the checkpoint, in the form that training writes."""
+    """Return a checkpoint's metadata, in the form that training writes."""
     about, sizes = ("imported", str(source), ""), (1, 0, 1, 0)
     data = DataSet(*about, *sizes, lambda _: {}, vocab_size=model.vocab_size)
     tokens = jax.ShapeDtypeStruct((1, model.seq_len), np.int32)
@@ -155,8 +155,9 @@ def metadata(recorded: Mapping[str, Any], model: Transformer, source: Path) -> d
 def _kept(
     source: Path, model_config: Mapping[str, Any], texts: Mapping[str, str]
 ) -> dict[str, bytes]:
-    """Return the files that an export copies, by name; texts: of a GGUF file. ConfigError if one
-    cannot be read.
+    """Return the contents of the files to keep for an export, by name.
+
+    texts: tokenizer files of a GGUF file. ConfigError if a file cannot be read.
     """
     if source.is_file():
         made = {MODEL_CONFIG: json.dumps(model_config, indent=2) + "\n", **texts}
@@ -174,7 +175,7 @@ def _kept(
 def commands(out: Path, kept: Path) -> tuple[str, ...]:
     """Return the commands that train a model on texts, and on chats if there is a template.
 
-    kept: the folder of its files, in which no tokenizer leaves token ids to train on.
+    kept: folder of the model's files. If it has no tokenizer, the command trains on token ids.
     """
     command = f"ppctl train --config-dir {shlex.quote(str(out))} recipes=imported"
     if not (kept / FILE).is_file():
@@ -195,14 +196,14 @@ def write_recipe(
     lines: Sequence[str],
     optim: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the recipe that trains on from the imported parameters, in `part` of `out`."""
+    """Write the recipe to train the imported parameters; part: the unfinished files of `out`."""
     run = {"name": f"{out.name}-trained", "start_from": str(out.absolute())}
     document = {"defaults": [{"override /model": "transformer"}], "model": settings, "run": run}
     document |= {} if optim is None else {"optim": dict(optim)}
     has_tokenizer = (part / SOURCE / FILE).is_file()
     tokenizer = out.absolute() / SOURCE if has_tokenizer else "none came with the model"
     head = ["# @package _global_", "# Written by `ppctl import`."]
-    head += [f"# Tokenizer: {tokenizer} (of data.tokenizer=null)"]
+    head += [f"# Tokenizer: {tokenizer} (default of data.tokenizer)"]
     head += [f"# Command: {command}" for command in lines]
     path = part / RECIPE
     path.parent.mkdir()

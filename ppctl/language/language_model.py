@@ -1,4 +1,4 @@
-"""A trained or imported language model: a run's transformer, with the tokenizer of its text."""
+"""A trained or imported language model: a run's transformer and its tokenizer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,8 +40,8 @@ class LanguageModel:
     run: SavedRun
     requested: int | None  # step of the checkpoint; None: the newest when it is read
     transformer: Transformer  # its settings
-    config: Config  # model, data and run of the run; all else has its defaults
-    dtype: jnp.dtype  # of compute
+    config: Config  # parts model, data and run as stored; all other parts are defaults
+    dtype: jnp.dtype  # compute dtype
 
     @property
     def directory(self) -> Path:
@@ -55,7 +55,7 @@ class LanguageModel:
 
     @property
     def params(self) -> Tree:
-        """The parameters, in natural order, whole in the host's memory; adapters are merged in."""
+        """The parameters in natural order, in host memory; adapters are merged in."""
         return self._stored[1]
 
     @cached_property
@@ -67,7 +67,7 @@ class LanguageModel:
 
     @cached_property
     def adapters(self) -> tuple[int, Lora, Tree] | None:
-        """The step, the settings of LoRA, and the parameters with adapters; None without."""
+        """The step, settings of LoRA, and parameters with adapters; None without adapters."""
 
         def read(step: int) -> tuple[int, Lora, Tree] | None:
             lora, cpu = stored_lora(checkpoints, step), all_devices("cpu")[0]
@@ -83,34 +83,34 @@ class LanguageModel:
 
     @cached_property
     def num_positions(self) -> int:
-        """The tokens of a text at most: by config.json, or of the sequences in training."""
+        """The maximum tokens of a text: config.json's, or the training length if that is larger."""
         source = imported_source(self.directory, self.config.run.start_from)
         stated = None if source is None else json_object(source / MODEL_CONFIG).get(POSITIONS)
         return max(self.transformer.seq_len, stated if isinstance(stated, int) else 0)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer in the run's directory, or of its data. ConfigError if unknown."""
+        """The tokenizer in the run's directory, else of its data. ConfigError if unknown."""
         if self.tokenizer_name is None:
             raise ConfigError(
                 f"{self.directory} has no {FILE}, and its data={self.config.data.name} names no "
-                f"tokenizer: what its ids stand for is unknown. Put the {FILE} of its tokenizer "
-                "there."
+                f"tokenizer: the meaning of its ids is unknown. Put the {FILE} of its tokenizer "
+                "in the directory."
             )
         return load_tokenizer(self.tokenizer_name, getattr(self.config.data, "end_token", None))
 
     @property
     def tokenizer_name(self) -> str | None:
-        """The value of data.tokenizer that stands for the run's tokenizer; None if unknown."""
+        """The value of data.tokenizer that names the run's tokenizer; None if unknown."""
         return tokenizer_name(self.directory, self.config.data)
 
     @cached_property
     def ends(self) -> frozenset[int]:
-        """The tokens that end a text: of the tokenizer, and of the model's generation config."""
+        """The tokens that end a text, from the tokenizer and the model's generation config."""
         return frozenset((self.tokenizer.end, *configured_ends(self.directory)))
 
     def token_of(self, text: str) -> int:
-        """Return the token of a text, special or not. ConfigError unless it is one token."""
+        """Return the token of a text, special or not. ConfigError if it is not a single token."""
         ids = self._special_ids(text)
         if len(ids) != 1:
             tokens = f"{len(ids)} tokens of the tokenizer of {self.directory}"
@@ -123,7 +123,10 @@ class LanguageModel:
 
     @property
     def architecture(self) -> Architecture:
-        """The model's sizes and variants. Experts drop no token: a bound would depend on pieces."""
+        """The model's sizes and variants.
+
+        Experts have no capacity: which tokens they drop would depend on how a text is cut.
+        """
         moe = replace(self.transformer.moe, capacity=None)
         return architecture(replace(self.transformer, moe=moe), self.vocab_size)
 
@@ -133,26 +136,26 @@ class LanguageModel:
         return self._checked(self.tokenizer.encode_chat(text, ())[0].tolist())
 
     def encoded(self, text: str) -> list[int]:
-        """Return the tokens of a prompt after the tokenizer's start; without any, its end."""
+        """Return the tokenizer's start and the tokens of a prompt; if all are empty, its end."""
         _check_prompt(text)
         ids = [*self.tokenizer.start, *self.tokenizer.encode([text])[0].tolist()]
         return self._checked(ids or [self.tokenizer.end])
 
     def _checked(self, ids: list[int]) -> list[int]:
-        """Return the tokens of a text. ConfigError if they are too many, or another model's."""
+        """Return `ids`. ConfigError if they are too many, or outside the model's vocabulary."""
         if len(ids) > self.num_positions:
             what = f"the {self.num_positions:,} positions of the model in {self.directory}"
             text = f"a text of {len(ids):,} tokens is longer than"
             raise ConfigError(f"{text} {what}. Use a shorter one.")
         if max(ids, default=0) >= self.vocab_size:
             raise ConfigError(
-                f"the tokenizer of {self.directory} gives the token {max(ids)}, and the model "
-                f"has {self.vocab_size}: it is another model's. Put the right one there."
+                f"the tokenizer of {self.directory} gives the token {max(ids)}, but the model has "
+                f"{self.vocab_size} tokens. Put the tokenizer of this model in the directory."
             )
         return ids
 
     def encoded_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Return the tokens of a chat to answer. ConfigError without a chat template."""
+        """Return the tokens of a chat up to its next answer. ConfigError without a template."""
         for message in messages:
             _check_prompt(message["content"])
         template = self.tokenizer.template
@@ -175,12 +178,12 @@ def _check_prompt(text: str) -> None:
 def open_language_model(
     path: Path, dtype: str | None = None, step: int | None = None
 ) -> LanguageModel:
-    """Return the model of a run, or of one of its checkpoints, by its directory.
+    """Open the model of a run directory, or of a checkpoint directory of a run.
 
-    step: of the checkpoint; None: that of the directory, or the newest. ConfigError: no run, or no
-    transformer. CheckpointError: no such checkpoint.
+    step: the checkpoint's step; None: the directory's, else the newest. Raises ConfigError if the
+    run is missing or has another model, CheckpointError if the checkpoint is missing.
     """
-    # 1. the run and its model
+    # 1. load the run and its model
     directory = path
     if path.parent.name == "checkpoints" and path.name.isdecimal():
         directory, step = path.parent.parent, int(path.name)
@@ -193,10 +196,10 @@ def open_language_model(
     config = run.config
     if not isinstance(config.model, Transformer):
         raise ConfigError(
-            f"{directory} has model={config.model.name}: this takes the built-in transformer."
+            f"{directory} has model={config.model.name}: only the built-in transformer works."
         )
-    # 2. the checkpoint
-    run.step(step)  # raises without it
+    # 2. check the checkpoint, and set the arithmetic
+    run.step(step)  # raises if it is missing
     name = dtype or run.dtype
     set_arithmetic(name)
     return LanguageModel(run, step, config.model, config, jnp.dtype(name))

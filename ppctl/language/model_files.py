@@ -1,4 +1,4 @@
-"""The files of a model directory: safetensors, read one by one from memory maps."""
+"""Files of a model directory: safetensors, read tensor by tensor from memory maps."""
 
 import json
 import os
@@ -21,10 +21,10 @@ Tree = Any
 INDEX = "model.safetensors.index.json"
 PART = re.compile(r"model-\d+-of-\d+\.safetensors")
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-BUFFERS = ".rotary_emb.inv_freq"  # ending of tables in older files
-MOVED = "moved"  # in UNFINISHED: the names of files that may have left it
-CONFIGS = ("config.yaml", "config.json", "adapter_config.json")  # of a run, a model, PEFT
-FETCH = "Fetch it again, or use another."  # the remedy for a file that is damaged
+BUFFERS = ".rotary_emb.inv_freq"  # ending of angle tables' names in older files
+MOVED = "moved"  # file in UNFINISHED: names that may have moved out of it
+CONFIGS = ("config.yaml", "config.json", "adapter_config.json")  # configs of a run, a model, PEFT
+FETCH = "Fetch it again, or use another."  # remedy for a damaged file
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -37,9 +37,7 @@ def check_new(out: Path) -> None:
         is_new = not os.path.lexists(out)
         is_new = is_new or (out.is_dir() and {*os.listdir(out)} <= {*_left_by_a_kill(out)})
     if not is_new:
-        raise ConfigError(
-            f"{out} is there already, and nothing is overwritten. Name another --out."
-        )
+        raise ConfigError(f"{out} exists already, and nothing is overwritten. Name another --out.")
 
 
 @contextmanager
@@ -53,16 +51,16 @@ def writing_to(out: Path) -> Iterator[None]:
 
 
 def _left_by_a_kill(out: Path) -> list[str]:
-    """Return the names in `out` of a writer that was killed; empty: all was written."""
+    """Return the names that a killed writer may have left in `out`."""
     moved = out / UNFINISHED / MOVED
     return [*(moved.read_text().splitlines() if moved.is_file() else ()), UNFINISHED]
 
 
 @contextmanager
 def all_or_nothing(out: Path) -> Iterator[Path]:
-    """Yield a directory inside `out`, whose files move into `out` at the end; else none remain.
+    """Yield a directory inside `out`. Its files move into `out` at the end; errors remove them.
 
-    After a kill the same command begins again. ConfigError if `out` cannot be written.
+    After a kill, the same command starts over. ConfigError if `out` cannot be written.
     """
     part, is_made = out / UNFINISHED, not out.exists()
     with writing_to(out):
@@ -72,7 +70,7 @@ def all_or_nothing(out: Path) -> Iterator[Path]:
     try:
         with writing_to(out):
             yield part
-            # the config last, by which readers know the directory: it is whole then
+            # move the config last: readers recognize the directory by it, and expect all files
             files = sorted(part.iterdir(), key=lambda file: file.name in CONFIGS)
             replace_file(part / MOVED, "\n".join(file.name for file in files[:-1]))
             for file in files:
@@ -80,19 +78,19 @@ def all_or_nothing(out: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(part, ignore_errors=True)
         if is_made:
-            with suppress(OSError):  # not empty: it is written
+            with suppress(OSError):  # not empty: the files are written
                 out.rmdir()
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """Tensors by the names of `transformers`: their shapes, and a function that reads one."""
+    """Tensors by their `transformers` names: shapes, and a function that reads one tensor."""
 
     shapes: Mapping[str, tuple[int, ...]]
     read: Callable[[str], np.ndarray]
 
     def check(self, names: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise ConfigError where a tensor of a model is missing, surplus, or has another shape.
+        """Raise ConfigError if a tensor is missing, unexpected, or of another shape.
 
         names: the model's tensors and their shapes.
         """
@@ -104,41 +102,41 @@ class Tensors:
             raise ConfigError(f"{what}. Fetch all files of one model.")
         for name, shape in names.items():
             if self.shapes[name] != shape:
-                what = f"{name} is {list(self.shapes[name])}, and config.json makes it"
+                what = f"{name} is {list(self.shapes[name])}, but config.json requires"
                 raise ConfigError(f"{what} {list(shape)}. Fetch all files of one model.")
         for name in self.shapes:
             if name not in names and not self._is_known(name, names):
-                what = f"{name} {list(self.shapes[name])} is no tensor of the model that"
+                what = f"{name} {list(self.shapes[name])} is not a tensor of the model that"
                 raise ConfigError(f"{what} config.json describes. It cannot be imported.")
 
     def _is_known(self, name: str, names: Iterable[str]) -> bool:
-        """Return whether a tensor is redundant: a table of angles, or a tied embedding's copy.
+        """Return whether a tensor is redundant: a table of angles, or a copy of a tied embedding.
 
-        ConfigError for a head that is no copy.
+        ConfigError if the head of a tied embedding is not a copy.
         """
         if name != HEAD or EMBEDDING not in names:
             return name.endswith(BUFFERS)
         if not np.array_equal(self.read(HEAD), self.read(EMBEDDING)):
-            what = f"{HEAD} is not equal to {EMBEDDING}, and tie_word_embeddings=true has no other"
+            what = f"{HEAD} differs from {EMBEDDING}, but tie_word_embeddings=true has no separate"
             raise ConfigError(f"{what} head. Set it to false in config.json to import both.")
         return True
 
 
 def open_safetensors(directory: Path) -> Tensors:
-    """Return the tensors of a model directory. ConfigError if incomplete or of other types."""
+    """Return the tensors of a model directory. ConfigError if incomplete or of other dtypes."""
     from safetensors import SafetensorError, safe_open  # imported when needed
 
     places, shapes = dict[str, Path](), dict[str, tuple[int, ...]]()
     for file in _files(directory):
         try:
-            open_file(file).close()  # a pipe would be waited for
+            open_file(file).close()  # raises for a pipe, which would block
             with safe_open(file, "numpy") as opened:
-                for name in opened.keys():  # noqa: SIM118 it is no mapping
+                for name in opened.keys():  # noqa: SIM118 not a mapping
                     part = opened.get_slice(name)
                     if part.get_dtype() not in DTYPES:
                         raise ConfigError(
-                            f"{name} in {file} is {part.get_dtype()}, and parameters are kept in "
-                            f"float32: only {', '.join(DTYPES)} fit exactly."
+                            f"{name} in {file} is {part.get_dtype()}, but parameters are stored in "
+                            f"float32, which holds only {', '.join(DTYPES)} exactly."
                         )
                     if name in places:
                         two = f"{name} is in {places[name].name} and {file.name} of {directory}"
@@ -156,7 +154,7 @@ def open_safetensors(directory: Path) -> Tensors:
 
 
 def _files(directory: Path) -> list[Path]:
-    """Return the files of the index, else model.safetensors, its numbered parts, the only one."""
+    """Return the index's files; else model.safetensors, its numbered parts, or the only file."""
     # 1. without an index
     index = directory / INDEX
     if not index.exists():
@@ -178,10 +176,10 @@ def _files(directory: Path) -> list[Path]:
             raise ValueError(names)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
-            f"{index} is no index of safetensors. Restore it, or remove it."
+            f"{index} is not an index of safetensors. Restore it, or remove it."
         ) from error
     missing = [name for name in names if not os.path.exists(directory / name)]
     if missing:
         count = f"{len(missing)} of {len(names)}"
-        raise ConfigError(f"{directory / missing[0]} is missing, which {INDEX} names ({count}).")
+        raise ConfigError(f"{directory / missing[0]} is missing, but {INDEX} names it ({count}).")
     return [directory / name for name in names]

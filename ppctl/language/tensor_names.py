@@ -20,7 +20,7 @@ EMBED_HEAD = {
     "norm/scale": "model.norm.weight",
     "head": "lm_head.weight",
 }
-LAYER = {  # after model.layers.L.; {} is the number of an expert
+LAYER = {  # names after model.layers.L.; {} is an expert's number
     "attention_norm/scale": "input_layernorm.weight",
     "attention/query/kernel": "self_attn.q_proj.weight",
     "attention/query/bias": "self_attn.q_proj.bias",
@@ -44,12 +44,12 @@ LAYER = {  # after model.layers.L.; {} is the number of an expert
     "shared/down/kernel": "mlp.shared_expert.down_proj.weight",
     "shared_gate/kernel": "mlp.shared_expert_gate.weight",
 }
-POST_NORMS = {  # norms follow attention and MLP
+POST_NORMS = {  # models with norms after attention and MLP
     "mlp_norm/scale": "pre_feedforward_layernorm.weight",
     "attention_post_norm/scale": "post_attention_layernorm.weight",
     "mlp_post_norm/scale": "post_feedforward_layernorm.weight",
 }
-OTHERS = {  # model_type: other names in its layers
+OTHERS = {  # model_type: names that differ in its layers
     "gemma2": POST_NORMS,
     "gemma3_text": POST_NORMS,
     "mixtral": {
@@ -65,47 +65,51 @@ OTHERS = {  # model_type: other names in its layers
         "shared/down/kernel": "mlp.shared_experts.down_proj.weight",
     },
 }
-FUSED = {  # tensors [E, out, in] of all experts, in fused files and in GGUF
+FUSED = {  # tensors [E, out, in] of all experts, in fused files and GGUF
     "gate_up_proj": ("gate", "up"),
     "gate_proj": ("gate",),
     "up_proj": ("up",),
     "down_proj": ("down",),
 }
 PEFT = {A: "lora_A", B: "lora_B"}
-PEFT_MODEL = "base_model.model."  # begins PEFT's names
-TRANSPOSED = ("kernel", "head")  # last names of matrices [in, out], which torch has [out, in]
+PEFT_MODEL = "base_model.model."  # prefix of PEFT's names
+TRANSPOSED = ("kernel", "head")  # last names of matrices [in, out]; torch stores [out, in]
 
 
 class Named(NamedTuple):
-    """A tensor as `transformers` has it: by itself for each layer and expert."""
+    """A tensor of `transformers`, and its place in ppctl's parameters.
+
+    `transformers` has a tensor for each layer and expert; ppctl stacks them in one leaf.
+    """
 
     name: str
-    path: tuple[str, ...]  # in the model's parameters
-    place: tuple[int, ...]  # in a leaf [num_layers, experts, ...]; (): the leaf itself
-    shape: tuple[int, ...]  # of the tensor
+    path: tuple[str, ...]  # path in the model's parameters
+    place: tuple[int, ...]  # index in a leaf [num_layers, experts, ...]; (): the leaf
+    shape: tuple[int, ...]  # shape in `transformers`
     is_transposed: bool
 
 
 def layer_names(model_type: str) -> dict[str, str]:
-    """Return the names of a layer's tensors by those of its parameters."""
+    """Return the names of a layer's tensors, by the names of its parameters in ppctl."""
     return LAYER | OTHERS.get(model_type, {})
 
 
 def named_parameters(
     params: Tree, model_config: Mapping[str, Any], *, adapters: bool = False
 ) -> list[Named]:
-    """Return the tensors of a model, layer by layer; params: its parameters, or their shapes.
+    """Return the tensors of a model, layer by layer.
 
-    model_config: its config.json. adapters: only those of LoRA, by PEFT's names.
+    params: the model's parameters, or their shapes. model_config: its config.json.
+    adapters: return only the adapters of LoRA, under PEFT's names.
     """
-    # 1. names, and the kinds of layers
+    # 1. look up names and the kinds of layers
     table = layer_names(model_config["model_type"])
     model = settings_from(Transformer, model_settings(model_config), "model")
-    uses = {True: {"mlp"}, False: {*PARTS}}  # parts that layers with and without experts lack
+    uses = {True: {"mlp"}, False: {*PARTS}}  # parts to leave out, by has_experts
     counters = {"/".join(names) for names in (COUNTED, DROPPED)}
     whole: list[Named] = []
     layers: dict[int, list[Named]] = {}
-    # 2. the tensors of each parameter
+    # 2. name the tensors of each parameter
     for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
         path = tuple(key.key for key in keys)
         is_adapter = path[-1] in PEFT
@@ -136,11 +140,11 @@ def named_parameters(
 
 
 def by_expert(tensors: Tensors, model_config: Mapping[str, Any]) -> Tensors:
-    """Return a model's tensors with one for each expert, where a file has all of a layer in one.
+    """Return a model's tensors, one for each expert. Files may fuse the experts of a layer in one.
 
-    Without those of layers after the last: GLM's, for multi-token prediction.
+    GLM's layer after the last, which predicts further tokens, is left out.
     """
-    # 1. the place of each tensor in a fused one
+    # 1. list the tensors, and the place of each in a fused one
     table, num_layers = layer_names(model_config["model_type"]), model_config["num_hidden_layers"]
     places, shapes = dict[str, tuple[str, Any]](), dict[str, tuple[int, ...]]()
     for name, shape in tensors.shapes.items():
@@ -151,7 +155,7 @@ def by_expert(tensors: Tensors, model_config: Mapping[str, Any]) -> Tensors:
             and model_config["model_type"] == "glm4_moe"
         ):
             continue
-        if rest == "gate.weight":  # as fused files of Mixtral name it, too
+        if rest == "gate.weight":  # fused files of Mixtral use this name, too
             shapes[f"{layer}.{table['router/kernel']}"] = shape
             places[f"{layer}.{table['router/kernel']}"] = name, ...
         elif len(shape) != 3 or not parts:
@@ -163,9 +167,9 @@ def by_expert(tensors: Tensors, model_config: Mapping[str, Any]) -> Tensors:
                 for e in range(shape[0]):
                     one = f"{layer}.{table[f'experts/{part}'].format(e)}"
                     shapes[one], places[one] = (size, shape[2]), (name, (e, rows))
-    read_last = lru_cache(1)(tensors.read)  # the experts of a layer follow each other
+    read_last = lru_cache(1)(tensors.read)  # consecutive reads are of one layer's experts
 
-    # 2. its numbers
+    # 2. read a tensor from its place
     def read(name: str) -> np.ndarray:
         if name not in places:
             return tensors.read(name)

@@ -1,4 +1,4 @@
-"""How likely a language model finds text: the loss of a data set, and of answers to choose from."""
+"""Evaluation of a language model: its loss on a data set, and its answers to questions."""
 
 import json
 import math
@@ -21,27 +21,28 @@ from ppctl.language.language_model import LanguageModel
 from ppctl.model.cross_entropy import perplexity
 from ppctl.user_files import lines_of_text, read_text
 
-EXAMPLES = 8  # sequences at a time
+EXAMPLES = 8  # sequences in a batch
 
 
 def loss_of_data(
     model: LanguageModel, data: DataSet, examples: range, tokenizer: Tokenizer | None
 ) -> dict[str, float | None]:
-    """Return loss (nats a target), perplexity, bits_per_byte and num_tokens (targets) of examples.
+    """Return loss (nats per target), perplexity, bits_per_byte and num_tokens (targets).
 
-    bits_per_byte: by the UTF-8 bytes of the targets' text; None without a tokenizer. DataError if
-    the model lacks tokens of the data set, or the examples have no target.
+    bits_per_byte is per UTF-8 byte of the targets' text; None without a tokenizer. Raises DataError
+    if the model lacks tokens of the data set, or the examples have no target.
     """
-    # 1. the program
+    # 1. check the vocabulary, and make the program
     if data.vocab_size is None or data.vocab_size > model.vocab_size:
         have = "no token ids" if data.vocab_size is None else f"{data.vocab_size} token ids"
         raise DataError(
-            f"data={data.name} has {have}, and {model.directory} a model of {model.vocab_size}."
+            f"data={data.name} has {have}, but the model in {model.directory} has "
+            f"{model.vocab_size}."
         )
     stack, how = model.stack(packed=data.is_packed), {"remat": "none", "with_grads": False}
     mean = jax.jit(reference(stack, num_microbatches=1, dtype=model.dtype, **how))
     params = jax.device_put(model.params, all_devices()[0])
-    # 2. the losses of all batches; the last is filled up, so that one program serves
+    # 2. sum the losses of all batches; the last is padded, so that one program suffices
     nats, num_tokens, num_bytes = 0.0, 0, 0
     for first in range(examples.start, examples.stop, EXAMPLES):
         last = min(first + EXAMPLES, examples.stop)
@@ -67,7 +68,7 @@ def loss_of_data(
 
 
 def _num_bytes(tokenizer: Tokenizer, targets: np.ndarray) -> int:
-    """Return the number of bytes of the text of tokens; ends of documents have none."""
+    """Return the number of bytes of the tokens' text, without ends of documents."""
     tokens = [t for t in targets.tolist() if t not in (NO_TOKEN, tokenizer.end)]
     return len(tokenizer.decode(tokens).encode())
 
@@ -81,7 +82,7 @@ class Question(NamedTuple):
 
 
 def read_questions(path: Path) -> list[Question]:
-    """Return the questions of a file of JSON lines; DataError with the number of a wrong line.
+    """Return the questions in a file of JSON lines. DataError names the first wrong line.
 
     A line: {"prompt": text, "choices": [text, ...], "answer": number from 0}.
     """
@@ -92,7 +93,7 @@ def read_questions(path: Path) -> list[Question]:
         raise DataError(f"{why}. Use another file.") from error
     questions = [_question(path, n, line) for n, line in enumerate(lines, 1) if line.strip()]
     if not questions:
-        raise DataError(f"--choices {path} is empty. Write a question a line.")
+        raise DataError(f"--choices {path} is empty. Write one question per line.")
     return questions
 
 
@@ -107,12 +108,13 @@ def _question(path: Path, number: int, line: str) -> Question:
     except (ValueError, KeyError, TypeError):
         pass
     example = '{"prompt": "2 + 2 =", "choices": [" 4", " 5"], "answer": 0}'
-    raise DataError(f"{path}:{number} is no question. Write {example}.")
+    raise DataError(f"{path}:{number} is not a question. Write {example}.")
 
 
 def answer_questions(model: LanguageModel, questions: Sequence[Question]) -> dict[str, float]:
-    """Return num_questions, and the shares of right answers: accuracy by the likeliest choice after
-    its prompt, accuracy_per_byte by the likeliest per byte.
+    """Return num_questions, and the shares of right answers: accuracy and accuracy_per_byte.
+
+    accuracy chooses the likeliest continuation, accuracy_per_byte the likeliest per UTF-8 byte.
     """
     likelihood, right = log_likelihood(model), np.zeros(2, int)
     for prompt, choices, answer in questions:
@@ -127,9 +129,9 @@ def answer_questions(model: LanguageModel, questions: Sequence[Question]) -> dic
 def log_likelihood(model: LanguageModel) -> Callable[[str, str], float]:
     """Return a function (prompt, continuation) -> log probability of the continuation, in nats.
 
-    A token across their border belongs to the continuation. Compiled for powers of two of tokens.
+    A token across their border belongs to the continuation. Compiled for lengths of powers of two.
     """
-    # 1. the program
+    # 1. make the program
     params = jax.device_put(model.params, all_devices()[0])
     outputs = outputs_of(model.stack(), dtype=model.dtype)
 
@@ -141,7 +143,7 @@ def log_likelihood(model: LanguageModel) -> Callable[[str, str], float]:
         places = jnp.where(counts, targets, 0)[..., None]
         return jnp.where(counts, jnp.take_along_axis(log_p, places, -1)[..., 0], 0).sum()
 
-    # 2. its arguments: the tokens after those that prompt and whole text share
+    # 2. call it with the tokens that follow the common start of prompt and whole text
     def likelihood(prompt: str, continuation: str) -> float:
         before, ids = model.encoded(prompt), model.encoded(prompt + continuation)
         differing = (i for i, (a, b) in enumerate(zip(before, ids, strict=False)) if a != b)

@@ -1,4 +1,4 @@
-"""Language models that `transformers` and ppctl have: a config.json as settings, and back."""
+"""Conversion between a config.json of `transformers` and the settings of ppctl's transformer."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
@@ -24,14 +24,14 @@ ACTIVATIONS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu": "geglu_ex
 ALSO_CALLED = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
 TYPES = {True: "sliding_attention", False: "full_attention"}
 FAMILY_OF = {(False, False): "llama", (True, False): "qwen2", (False, True): "qwen3"}
-FAMILY_OF |= {(True, True): "glm4p5"}  # by biases, and norms of queries and keys
-OF_TRAINING = ("name", "seq_len", "attention", "dropout")  # settings of no config.json
+FAMILY_OF |= {(True, True): "glm4p5"}  # key: (QKV biases, norms of queries and keys)
+OF_TRAINING = ("name", "seq_len", "attention", "dropout")  # settings without a key in config.json
 EXPERTS_OF_TRAINING = ("balance_loss", "z_loss", "bias_update", "dispatch", "capacity", "kernel")
 DROPOUT, BALANCE = "attention_dropout", "router_aux_loss_coef"
 LENGTH = "original_max_position_embeddings"
 LOCAL_THETA = 10000.0  # default of gemma3_text
 ROPE_KEYS = ("rope_type", "type", "rope_theta", LENGTH)
-UNSCALED = {"truncate": True, FRACTION: 1.0}  # values that change nothing
+UNSCALED = {"truncate": True, FRACTION: 1.0}  # values without effect
 READ: dict[str, Any] = {  # key of config.json: its type
     **dict.fromkeys(SIZES.values(), int),
     **dict.fromkeys(("head_dim", "sliding_window", "max_window_layers"), int),
@@ -58,15 +58,15 @@ max_length min_length temperature top_k top_p do_sample num_beams num_beam_group
 repetition_penalty length_penalty diversity_penalty num_return_sequences no_repeat_ngram_size
 chunk_size_feed_forward output_router_logits router_aux_loss_coef num_nextn_predict_layers
 num_mtp_layers
-"""  # keys that do not change what a model computes
+"""  # keys without effect on a model's outputs
 
 
 def model_settings(config_json: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of `config.Transformer` that differ from the defaults, of a config.json.
+    """Return the settings of `config.Transformer` for a config.json that differ from the defaults.
 
-    ConfigError for an architecture, or a part of one, that ppctl does not have.
+    Raises ConfigError for an unsupported architecture, or an unsupported part of one.
     """
-    # 1. the member of `transformers`, and parts that ppctl lacks
+    # 1. check types, the architecture, and unsupported keys
     for key, value in config_json.items():
         kind = READ.get(key, object)
         is_kind = isinstance(value, (int, float) if kind is float else kind)
@@ -79,7 +79,7 @@ def model_settings(config_json: Mapping[str, Any]) -> dict[str, Any]:
         if lacks is not None:
             raise ConfigError(f"model_type={name}: ppctl's transformer has no {lacks}.")
         raise ConfigError(
-            f"model_type={name} is none that ppctl knows. It has {', '.join(MEMBERS)}: Llama 2 "
+            f"model_type={name} is unsupported. ppctl has {', '.join(MEMBERS)}: Llama 2 "
             "and 3, SmolLM 2, Mistral, Mixtral, Qwen 1.5 to 3, OLMoE, GLM 4.5, Gemma 2 and 3 "
             "(text)."
         )
@@ -89,17 +89,17 @@ def model_settings(config_json: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in given.items():
         is_known = (key in READ and key not in unread) or key in NO_FUNCTION.split()
         if value and not is_known and value != UNSCALED.get(key):
-            what = f"{key}={value} in config.json: ppctl's transformer has none"
-            raise ConfigError(f"{what}. It cannot be imported, unless {key} changes nothing.")
+            what = f"{key}={value} in config.json: ppctl's transformer does not support it"
+            raise ConfigError(f"{what}. It cannot be imported, unless {key} has no effect.")
     for key in SIZES.values():
         if given.get(key) is None and key != "num_key_value_heads":
             raise ConfigError(f"config.json states no {key}, without which the model has no size.")
-    # 2. its settings
+    # 2. translate the settings
     found: dict[str, Any] = {setting: given.get(key) for setting, key in SIZES.items()}
     found |= {"family": _family(member, given), "head_dim": given.get("head_dim")}
     found["activation"] = _activation(given[member.activation], member.activation)
     found |= {setting: given.get(CAPS[setting]) for setting in member.caps}
-    Transformer(num_layers=given["num_hidden_layers"]).check()  # before lists of so many
+    Transformer(num_layers=given["num_hidden_layers"]).check()  # before lists of num_layers items
     try:
         found |= (windows := _windows(member, given))
         found["rope"] = _rope(member, given, has_windows=bool(windows))
@@ -112,7 +112,7 @@ def model_settings(config_json: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _normal(model: Transformer) -> dict[str, Any]:
-    """Return the settings that differ from the defaults, and sizes; each fact in one form."""
+    """Return sizes, and the settings that differ from the defaults, in normal form."""
     implied = {"head_dim": model.d_model / model.num_heads, "num_kv_heads": model.num_heads}
     implied |= {"query_pre_attn_scalar": model.head_width}
     unset: dict[str, Any] = {key: None for key in implied if getattr(model, key) == implied[key]}
@@ -125,13 +125,13 @@ def _normal(model: Transformer) -> dict[str, Any]:
 
 
 def _normal_experts(model: Transformer) -> tuple[Experts, int]:
-    """Return (experts, width of the MLP): that of experts, if all layers have them."""
+    """Return (experts, MLP width) in normal form: the experts' width if all layers have experts."""
     moe, width = model.moe, model.hidden_width
     if moe.num_experts is None:
         return moe, width
     if all(model.has_experts):
         width = moe.width or width
-    if moe.score == "softmax_chosen":  # a softmax over all, divided by the sum over the chosen
+    if moe.score == "softmax_chosen":  # equals a softmax over all, normalized over the chosen
         moe = replace(moe, score="softmax", normalize=True)
     group_score = Experts.group_score if moe.num_groups == 1 else moe.group_score
     of_expert = None if moe.width == width else moe.width
@@ -154,7 +154,7 @@ def _family(member: Member, given: Mapping[str, Any]) -> str:
 
 
 def _experts(member: Member, given: Mapping[str, Any]) -> Experts:
-    """Return the settings of experts. ConfigError where a size is missing, or has two values."""
+    """Return the settings of experts. ConfigError if a size is missing or contradictory."""
     if not member.experts:
         return Experts()
     numbers = {key: given[key] for key in NUM_EXPERTS if given.get(key) is not None}
@@ -176,12 +176,12 @@ def _activation(name: str, key: str) -> str:
     activation = ACTIVATIONS.get(ALSO_CALLED.get(name, name))
     if activation is None:
         have = ", ".join(ACTIVATIONS)
-        raise ConfigError(f"{key}={name} in config.json is no activation that ppctl has: {have}.")
+        raise ConfigError(f"{key}={name} in config.json is not supported. ppctl has {have}.")
     return activation
 
 
 def _windows(member: Member, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of windows."""
+    """Return the settings window and window_pattern; {} without windows."""
     number, window = given["num_hidden_layers"], given.get("sliding_window")
     is_off = member.windows == "upper" and not given.get("use_sliding_window")
     if member.windows is None or window is None or is_off:
@@ -202,14 +202,14 @@ def _windows(member: Member, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope(member: Member, given: Mapping[str, Any], *, has_windows: bool) -> Rope:
-    """Return the rotary positions, from either form that transformers writes."""
-    # 1. thetas
+    """Return the rotary positions, from rope_parameters or the older rope_scaling."""
+    # 1. read the thetas
     stated, local_theta = given.get("rope_parameters") or {}, None
     if member.has_local_theta:
         local = stated.get("sliding_attention") or {}
         if local.get("rope_type", "default") != "default":
             raise ConfigError(
-                "config.json scales rotary positions of layers with a window: ppctl does not."
+                "config.json scales rotary positions of layers with a window: unsupported."
             )
         if has_windows:
             local_theta = local.get("rope_theta", given.get("rope_local_base_freq", LOCAL_THETA))
@@ -219,16 +219,16 @@ def _rope(member: Member, given: Mapping[str, Any], *, has_windows: bool) -> Rop
     fraction = 1.0
     if member.has_fraction:
         fraction = found.pop(FRACTION, None) or given.get(FRACTION) or 0.5
-    # 2. the scaling
+    # 2. read the scaling
     kind = found.get("rope_type", found.get("type", "default"))
     if kind not in ("default", *SCALINGS):
         have = ", ".join(SCALINGS)
-        raise ConfigError(f"rope_type={kind} in config.json is no scaling that ppctl has: {have}.")
+        raise ConfigError(f"rope_type={kind} in config.json is not supported. ppctl has {have}.")
     names = [] if kind == "default" else [each.name for each in fields(SCALINGS[kind])]
     for key in found.keys() - {*names, *ROPE_KEYS}:
         if found[key] not in (None, UNSCALED.get(key)):
             what = f"{key}={found[key]} of rotary positions in config.json"
-            raise ConfigError(f"{what}: ppctl's {kind} has none. It cannot be imported.")
+            raise ConfigError(f"{what}: ppctl's {kind} lacks it. It cannot be imported.")
     if kind == "default":
         return Rope(theta, local_theta, fraction=fraction)
     if found.get(LENGTH) is None:
@@ -240,7 +240,7 @@ def _rope(member: Member, given: Mapping[str, Any], *, has_windows: bool) -> Rop
 def model_config(model: Transformer, vocab_size: int) -> dict[str, Any]:
     """Return the config.json of a model, without dtype and token ids.
 
-    ConfigError where no family of `transformers` is this model.
+    Raises ConfigError if no family of `transformers` can express the model.
     """
     moe = replace(model.moe, **{name: getattr(Experts, name) for name in EXPERTS_OF_TRAINING})
     usual_values = {name: getattr(Transformer, name) for name in OF_TRAINING}
@@ -258,19 +258,20 @@ def model_config(model: Transformer, vocab_size: int) -> dict[str, Any]:
             return config
         nearest = min(nearest or unlike, unlike, key=len)
     raise ConfigError(
-        f"None of {', '.join(MEMBERS)} of transformers is this model: the nearest has no "
+        f"None of {', '.join(MEMBERS)} of transformers fits this model: the nearest has no "
         f"{' '.join(nearest) or f'model.activation={model.activation}'}. It cannot be exported."
     )
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with those of experts by their whole keys."""
+    """Return settings with those of experts under flat keys, such as moe.top_k."""
     experts = {f"moe.{key}": value for key, value in settings.get("moe", {}).items()}
     return {key: value for key, value in settings.items() if key != "moe"} | experts
 
 
 def _config_of(name: str, member: Member, model: Transformer) -> dict[str, Any]:
-    """Return the config.json of the member of a family that is most like a model."""
+    """Return the config.json of a member that is nearest to a model."""
+    # 1. sizes and the activation
     names = {value: key for key, value in ACTIVATIONS.items()}
     config: dict[str, Any] = {"architectures": [member.architecture], "model_type": name}
     config |= {key: getattr(model, setting) for setting, key in SIZES.items()}
@@ -278,6 +279,7 @@ def _config_of(name: str, member: Member, model: Transformer) -> dict[str, Any]:
     config[member.activation] = names.get(model.activation, model.activation)
     if "head_dim" in member.defaults or model.head_width * model.num_heads != model.d_model:
         config["head_dim"] = model.head_width
+    # 2. caps, experts and switches
     config |= {CAPS[setting]: getattr(model, setting) for setting in member.caps}
     config |= _expert_keys(member, model)
     family = FAMILIES[model.family]
@@ -285,8 +287,9 @@ def _config_of(name: str, member: Member, model: Transformer) -> dict[str, Any]:
     config |= {key: is_on for key, is_on in states if key}
     if member.has_fraction:
         config[FRACTION] = model.rope.fraction
-    if "query_pre_attn_scalar" in member.caps:  # transformers takes a whole number only
+    if "query_pre_attn_scalar" in member.caps:  # transformers takes only integers
         config["query_pre_attn_scalar"] = int(model.query_pre_attn_scalar or model.head_width)
+    # 3. windows and rotary positions
     have = [window is not None for window in model.windows]
     if member.windows is not None:
         config["sliding_window"] = model.window
@@ -308,7 +311,7 @@ def _config_of(name: str, member: Member, model: Transformer) -> dict[str, Any]:
 
 
 def _expert_keys(member: Member, model: Transformer) -> dict[str, Any]:
-    """Return the keys of the experts of the member of a family that is most like a model."""
+    """Return the keys for experts in the config.json of a member that is nearest to a model."""
     moe, width = _normal_experts(model)
     values = vars(replace(moe, width=moe.width or width))
     keys = {key: values[setting] for setting, key in member.experts.items()}

@@ -1,4 +1,4 @@
-"""The language models of `transformers` that ppctl has: keys and defaults of their config.json."""
+"""Language models of `transformers` that ppctl supports: keys and defaults of config.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,8 +19,8 @@ CAPS = {
     "attention_softcap": "attn_logit_softcapping",
     "logit_softcap": "final_logit_softcapping",
 }
-NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # each is read for all
-NUM_SHARED = "n_shared_experts"  # of the width of the others; one expert in ppctl
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # read for all models
+NUM_SHARED = "n_shared_experts"  # each as wide as a routed expert; ppctl joins them in one
 FRACTION = "partial_rotary_factor"
 
 
@@ -30,9 +30,10 @@ class Member:
 
     windows: the layers that sliding_window applies to: all; upper (from max_window_layers on);
     pattern (all but every n-th); None: no layer.
-    switches: keys for biases of queries, keys and values, and for their norms, None where the
-    family has none; empty: the family decides.
-    experts: settings of model.moe and their keys; of_experts: settings of all its models.
+    switches: the two keys of config.json for QKV biases, and for norms of queries and keys; None:
+    the family lacks them. (): `family` decides both.
+    experts: keys of config.json, by setting of model.moe. of_experts: settings of model.moe that
+    all models of this type share.
     """
 
     architecture: str
@@ -41,7 +42,7 @@ class Member:
     activation: str = "hidden_act"  # key of config.json
     windows: str | None = None
     pattern: int = 1  # default n of windows=pattern
-    caps: tuple[str, ...] = ()  # of CAPS
+    caps: tuple[str, ...] = ()  # names in CAPS
     has_local_theta: bool = False
     has_fraction: bool = False
     switches: tuple[str | None, ...] = ()
@@ -50,7 +51,7 @@ class Member:
 
     @property
     def specific(self) -> set[str]:
-        """The keys of SPECIFIC that are read."""
+        """The keys of SPECIFIC that this model reads."""
         keys = {CAPS[name] for name in self.caps} | {key for key in self.switches if key}
         keys |= {FRACTION} if self.has_fraction else set()
         if not self.experts:

@@ -1,1 +1,1 @@
-"""Processes: started, supervised, joined; sweeps."""
+"""Starting, supervising and joining processes; sweeps."""

@@ -1,22 +1,22 @@
-"""The environment variables by which the processes of a run find each other, or fail to."""
+"""Environment variables that the processes of a run need to find each other, and their faults."""
 
 from collections.abc import Mapping
 
 SLURM = "JOB_ID STEP_NODELIST NTASKS PROCID LOCALID"
 OPEN_MPI = "MCA_orte_hnp_uri COMM_WORLD_SIZE COMM_WORLD_RANK COMM_WORLD_LOCAL_RANK"
-# variables that JAX's detection of a cluster needs, by the command that sets them
+# variables that JAX's cluster detection needs, by the command that sets them
 SET_BY = {
     "srun": [f"SLURM_{name}" for name in SLURM.split()],
     "mpirun of Open MPI 4": [f"OMPI_{name}" for name in OPEN_MPI.split()],
 }
 NUMBERS = ("NTASKS", "ID", "SIZE", "RANK")  # endings of variables whose values are numbers
-# variables that gRPC reads, by which processes meet: the first that is set
+# variables of gRPC, which connects processes: it uses the first that is set
 PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 NO_PROXY = ("no_grpc_proxy", "no_proxy")
 
 
 def cluster_fault(environ: Mapping[str, str]) -> str | None:
-    """Return which variables of a cluster are no numbers, or missing where some are set, or None.
+    """Return a text about cluster variables that are not numbers or partly missing, else None.
 
     >>> cluster_fault({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"})
     'SLURM_STEP_NODELIST and SLURM_LOCALID, which srun sets, are missing'
@@ -24,7 +24,7 @@ def cluster_fault(environ: Mapping[str, str]) -> str | None:
     for command, names in SET_BY.items():
         for name in (each for each in names if each in environ and each.endswith(NUMBERS)):
             if not environ[name].isdecimal():
-                return f"{name}={environ[name]!r}, which {command} sets, is no number"
+                return f"{name}={environ[name]!r}, which {command} sets, is not a number"
         missing = [name for name in names if name not in environ]
         if 0 < len(missing) < len(names):
             plural = "are" if len(missing) > 1 else "is"
@@ -33,7 +33,7 @@ def cluster_fault(environ: Mapping[str, str]) -> str | None:
 
 
 def proxy_fault(coordinator: str | None, environ: Mapping[str, str]) -> str | None:
-    """Return the variables to change where gRPC looks for process 0 by a proxy, else None.
+    """Return the remedy if gRPC would reach process 0 through a proxy, else None.
 
     >>> proxy_fault("node1:80", {"http_proxy": "http://proxy:3128", "no_proxy": "node2"})
     'http_proxy is set: add node1 to no_proxy'
@@ -48,7 +48,7 @@ def proxy_fault(coordinator: str | None, environ: Mapping[str, str]) -> str | No
 
 
 def without_proxy(host: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable by which gRPC reaches a host without a proxy.
+    """Return the variable that makes gRPC reach a host without a proxy.
 
     >>> without_proxy("127.0.0.1", {"no_proxy": "node2"})
     {'no_grpc_proxy': 'node2,127.0.0.1'}

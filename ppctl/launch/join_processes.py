@@ -1,7 +1,7 @@
-"""Several processes of one run, by JAX's multi-controller runtime: join, exchange text, leave.
+"""Several processes of one run, with JAX's multi-controller runtime: join, exchange text, leave.
 
 Every process runs the same program; a global array has a part on each. Process 0 leads: it hosts
-the service by which the others find each other.
+the service that connects the others.
 """
 
 import os
@@ -19,18 +19,18 @@ from ppctl.errors import ConfigError, one_line
 from ppctl.launch.cluster_variables import cluster_fault, proxy_fault
 
 JOIN_S = 300  # seconds until all processes have started: nodes of a cluster may boot containers
-LEAVE_S = 30  # seconds that a process which is done waits for the others
+LEAVE_S = 30  # seconds that a finished process waits for the others
 COUNTED_BY = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")  # read by JAX's cluster detection, too
 
 
 def join(
     coordinator: str | None, num_processes: int | None, process_id: int | None, *, heartbeat_s: int
 ) -> None:
-    """Join all processes, before JAX looks for devices. ConfigError where some do not come.
+    """Join all processes, before JAX looks for devices. ConfigError if some do not join.
 
-    None: JAX detects the value from the cluster. CPU collectives between processes are Gloo's.
+    None: JAX detects the value from the cluster. CPU collectives between processes use Gloo.
     """
-    # 1. join in a thread, with a longer time-out: on its own JAX would end the process silently
+    # 1. join in a thread: JAX's time-out, which is longer, would end the process silently
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     is_explicit = None not in (coordinator, num_processes, process_id)
     listens = process_id == 0
@@ -55,29 +55,29 @@ def join(
     thread = threading.Thread(target=initialize, daemon=True)
     thread.start()
     thread.join(JOIN_S)
-    # 2. the reason of a failure
+    # 2. explain a failure
     who = "the processes" if process_id is None else f"process {process_id}"
     where = "the cluster's variables" if coordinator is None else f"run.coordinator={coordinator}"
     if failure:
         reason = cluster_fault(os.environ) or one_line(failure[0]).rstrip(".")
         raise ConfigError(
-            f"run.distributed: {who} cannot join by {where}: {reason}. Use run.distributed="
+            f"run.distributed: {who} cannot join with {where}: {reason}. Use run.distributed="
             "explicit with run.coordinator=HOST:PORT, run.num_processes=N and run.process_id=I."
         )
     if thread.is_alive():
         count = "all" if num_processes is None else f"all {num_processes}"
         proxy = proxy_fault(coordinator, os.environ)
         raise ConfigError(
-            f"run.distributed: {who} waited {JOIN_S} s by {where}, and not {count} processes "
-            f"came{'' if proxy is None else f' ({proxy})'}. Start every process, with the same "
-            "address, which all can reach."
+            f"run.distributed: {who} waited {JOIN_S} s with {where}, and not {count} processes "
+            f"joined{'' if proxy is None else f' ({proxy})'}. Start every process, with the same "
+            "address, which all of them can reach."
         )
 
 
 def _checked(coordinator: str, *, listens: bool) -> str | None:
     """Return the address to listen at: a loopback address, or None for all interfaces.
 
-    ConfigError when the host is unknown or, for the process that listens, the port is taken.
+    ConfigError if the host is unknown or, for the process that listens, the port is taken.
     """
     host, _, port = coordinator.rpartition(":")
     try:
@@ -103,7 +103,7 @@ def _checked(coordinator: str, *, listens: bool) -> str | None:
 
 
 def known_count(num_processes: int | None, *, is_cpu: bool) -> int | None:
-    """Return the number of processes by setting or cluster; without: None, ConfigError on CPU."""
+    """Return the number of processes from setting or cluster; else None; on CPU ConfigError."""
     if num_processes is not None:
         return num_processes
     for name in COUNTED_BY:
@@ -113,28 +113,29 @@ def known_count(num_processes: int | None, *, is_cpu: bool) -> int | None:
         return None
     lacks = f"neither {' nor '.join(COUNTED_BY)} gives the number of processes"
     raise ConfigError(
-        f"run.distributed=auto: {cluster_fault(os.environ) or lacks}. It divides simulated CPU "
-        "devices. Use run.num_processes=N, or run.platform=cuda or tpu."
+        f"run.distributed=auto: {cluster_fault(os.environ) or lacks}. Simulated CPU "
+        "devices are divided by the number of processes. Use run.num_processes=N, or "
+        "run.platform=cuda or tpu."
     )
 
 
 def is_joined() -> bool:
-    """Return whether this process is one of several, or joined as one."""
+    """Return whether this process called `join`, even if it is the only one."""
     return jax.distributed.is_initialized()
 
 
 def is_lead() -> bool:
-    """Return whether this process prints and records: the only one, or process 0."""
+    """Return whether this process prints and records: process 0, or the only one."""
     return jax.process_index() == 0
 
 
 def stop_requested(finished: int) -> bool:
-    """Return whether a process got SIGTERM and all are at one step. All call it after a step."""
+    """Return whether a process got SIGTERM and all are at the same step. All call it each step."""
     return multihost_utils.reached_preemption_sync_point(finished)
 
 
 def gather(text: str) -> list[str]:
-    """Return the text of each process, by its number. All processes must call it: a barrier too."""
+    """Return the texts of all processes, by process number. A barrier: all must call it."""
     if not is_joined():
         return [text]
     encoded = np.frombuffer(text.encode(), np.uint8)
@@ -148,7 +149,7 @@ def gather(text: str) -> list[str]:
 def gather_later(flag: bool) -> Callable[[], list[bool]]:
     """Return a function that waits for the flags of all processes. All must call both.
 
-    Devices compare them after what was dispatched before, and nobody waits in the meantime.
+    Devices exchange the flags after work dispatched earlier; no process waits in the meantime.
     """
     if not is_joined():
         return lambda: [flag]
@@ -157,7 +158,7 @@ def gather_later(flag: bool) -> Callable[[], list[bool]]:
 
 
 def _all_rows(row: np.ndarray) -> jax.Array:
-    """Return the row of every process, by one device of each: they may have unequal numbers."""
+    """Return the rows of all processes, exchanged by one device each: device counts may differ."""
     first = {device.process_index: device for device in reversed(jax.devices())}
     mesh = Mesh(np.array([first[process] for process in sorted(first)]), ("process",))
     divided, whole = (NamedSharding(mesh, P(*axes)) for axes in (("process",), ()))
@@ -167,5 +168,5 @@ def _all_rows(row: np.ndarray) -> jax.Array:
 
 
 def leave() -> None:
-    """Leave, once every process has called this, or LEAVE_S later."""
+    """Leave when every process has called this, or after LEAVE_S."""
     jax.distributed.shutdown()

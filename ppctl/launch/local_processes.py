@@ -1,6 +1,7 @@
 """`ppctl train launch.processes=4`: local processes of one run, restarted after a crash.
 
-They are `ppctl train` with the same overrides, a number and an address to meet at. Loads no JAX.
+Each process is `ppctl train` with the same overrides, its number and the address of process 0.
+This file loads no JAX.
 """
 
 import json
@@ -22,11 +23,11 @@ from ppctl.launch.supervisor import LEFT, Child, Ending, run_group, stop_request
 from ppctl.reports.run_files import checkpoint_steps, last_record
 
 HOST = "127.0.0.1"
-STARTED_WITH = "PPCTL_STARTED_WITH"  # variable: the launcher's words, as JSON
-ERROR_FILE = "PPCTL_ERROR_FILE"  # variable: the file for the error of a process
-EXPLAINED = (ConfigError.exit_code, NonFiniteError.exit_code)  # by the process, in one line
-FINAL = (*LEFT, *EXPLAINED)  # a restart would end with these again
-KILLED = 128  # plus the number of the signal
+STARTED_WITH = "PPCTL_STARTED_WITH"  # variable: words of the launcher's command, as JSON
+ERROR_FILE = "PPCTL_ERROR_FILE"  # variable: file for the error of a process
+EXPLAINED = (ConfigError.exit_code, NonFiniteError.exit_code)  # the process explains these
+FINAL = (*LEFT, *EXPLAINED)  # exit codes without a restart: it would end the same way
+KILLED = 128  # exit code of a killed process, minus the signal's number
 
 
 def launch(
@@ -38,19 +39,20 @@ def launch(
     *,
     as_json: bool,
 ) -> int:
-    """Run the processes; return the exit code of the run, 130 or 143 after a request to stop.
+    """Run the processes; return the run's exit code: 130 or 143 after a request to stop,
+    LostError's if a process was killed.
 
-    It is LostError's where a process was killed. words: the command line as typed, without the
-    program's name. started_with: the words that a run stores, which resume it.
+    words: the command line as typed, without the program's name. started_with: the words that
+    the run stores for the command that resumes it.
     """
-    # 1. what all starts share
+    # 1. prepare the inputs of all starts
     run_dir = Path(run.dir)
     groups = device_groups(settings.processes, mesh, run.platform, os.environ)
     is_fresh = newest_checkpoint(run_dir) is None and run.resume == "never"
     env = {STARTED_WITH: json.dumps([*started_with])}
     errors, why = tempfile.TemporaryDirectory(), ""
 
-    # 2. a start
+    # 2. define one start
     def start(restart: int) -> Ending:
         nonlocal why
         began_s = time.time()
@@ -68,7 +70,7 @@ def launch(
             _say(why)
         return ending
 
-    # 3. all starts
+    # 3. start, and restart after crashes
     with errors, stop_requests() as events:
         newest = lambda: newest_checkpoint(run_dir)  # noqa: E731
         code = with_restarts(start, settings.max_restarts, newest, _say)
@@ -80,25 +82,25 @@ def launch(
 
 
 def leave_error(document: Mapping[str, Any]) -> bool:
-    """Write an error to the file of the process that started this one; return if it named one."""
+    """Write an error to the file that the starting process named; return whether it named one."""
     if ERROR_FILE not in os.environ:
         return False
-    with suppress(OSError):  # the disk is full
+    with suppress(OSError):  # such as a full disk
         Path(os.environ[ERROR_FILE]).write_text(json.dumps(document) + "\n")
     return True
 
 
 def left_error(file: Path) -> dict[str, Any] | None:
-    """Return the error that a process has left in a file, if any."""
+    """Return the error that a process left in a file, if any."""
     with suppress(OSError, ValueError):
         return json.loads(file.read_bytes())
     return None
 
 
 def error_of(directory: Path, code: int, why: str) -> dict[str, Any] | None:
-    """Return the error that ended the run, of those that its processes left in a directory.
+    """Return the error that ended the run, among those that its processes left in a directory.
 
-    why: which process ended the run and how, in place of an error where a process was killed.
+    why: which process ended the run and how; the message if a process was killed without an error.
     """
     files = sorted(directory.iterdir(), key=lambda file: file.stat().st_mtime)
     documents = [document for file in files if (document := left_error(file)) is not None]
@@ -114,9 +116,10 @@ def with_restarts(
     newest: Callable[[], int | None],
     say: Callable[[str], None],
 ) -> int:
-    """Start, and up to max_restarts times again after a crash; return the last exit code.
+    """Call `start`, and again after a crash, up to max_restarts times; return the last exit code.
 
-    newest: returns the step of the newest checkpoint, from which the next start goes on.
+    start: takes the restart's number from 0. newest: returns the step of the newest checkpoint,
+    where the next start resumes. say: prints a note.
     """
     before = newest()
     ending = start(0)
@@ -135,9 +138,9 @@ def with_restarts(
 
 
 def children(words: Sequence[str], groups: Sequence[str | None], *, goes_on: bool) -> list[Child]:
-    """Return the processes of one start, one a group of devices.
+    """Return the processes of one start, one per group of devices.
 
-    goes_on: from this launch's own checkpoints, in spite of run.resume=never.
+    goes_on: resume this launch's checkpoints in spite of run.resume=never.
     """
     command = [sys.executable, "-m", "ppctl.cli", *words, *not_launched()]
     if goes_on:
@@ -157,16 +160,16 @@ def children(words: Sequence[str], groups: Sequence[str | None], *, goes_on: boo
 def device_groups(
     number: int, mesh: Mesh, platform: str | None, environ: Mapping[str, str]
 ) -> list[str | None]:
-    """Return CUDA_VISIBLE_DEVICES of each process: equal runs of devices; None: unchanged.
+    """Return CUDA_VISIBLE_DEVICES for each process: equal shares of devices; None: unchanged.
 
-    Only the number of devices of the mesh is known. Without GPUs the variable has no effect.
+    The share is counted from the mesh, without JAX. Without GPUs the variable has no effect.
     """
     num_devices = mesh.num_devices
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     names = [*map(str, range(num_devices))]
     if visible is not None:
         names = [name.strip() for name in visible.split(",")]
-    is_hidden = visible is not None and names[0] in ("", "-1")  # all GPUs
+    is_hidden = visible is not None and names[0] in ("", "-1")  # hides all GPUs
     if platform == "cpu" or number == 1 or is_hidden:
         return [None] * number
     if len(names) < num_devices:
@@ -180,12 +183,12 @@ def device_groups(
 
 
 def newest_checkpoint(run_dir: Path) -> int | None:
-    """Return the step from which a run in run_dir goes on: `Checkpoints.latest` without JAX."""
+    """Return the step where a run in run_dir resumes, if any: `Checkpoints.latest` without JAX."""
     return max(checkpoint_steps(run_dir / "checkpoints"), default=None)
 
 
 def _free_port() -> int:
-    """Return a free port. Another process may take it first: the start then fails and says so."""
+    """Return a free port. If another process takes it first, the start fails with a message."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return probe.getsockname()[1]

@@ -1,6 +1,6 @@
 """Processes that live and end together, with their output forwarded line by line.
 
-Knows nothing of training: a group is a list of commands. No process outlives this one.
+Independent of training: a group is a list of commands. No process outlives this one.
 """
 
 import os
@@ -17,38 +17,38 @@ from typing import IO, NamedTuple, TextIO
 
 ALIVE_FD = "PPCTL_ALIVE_FD"  # variable: a pipe that closes when the starting process is gone
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-LEFT = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of an end in order
-CRASH_GRACE_S = 5.0  # for the others, which may be about to print why, or wait for ever
-EXIT_GRACE_S = 60.0  # for the others, which may be writing their part of a checkpoint
-DRAIN_S = 2.0  # for output still in the pipes of ended processes
+LEFT = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of a regular end
+CRASH_GRACE_S = 5.0  # seconds for the other children after a crash: to print a cause; they may hang
+EXIT_GRACE_S = 60.0  # seconds for the other children after an exit: to finish a checkpoint
+DRAIN_S = 2.0  # seconds for output still in the pipes of ended processes
 
 
 class Child(NamedTuple):
     command: Sequence[str]
-    env: Mapping[str, str] = {}  # what differs from this process's
+    env: Mapping[str, str] = {}  # changes to this process's variables
 
 
 class Exit(NamedTuple):
     child: int
-    code: int  # -n: killed by signal n
+    code: int  # exit code; -N: killed by signal N
 
 
 class Stop(NamedTuple):
-    number: int  # of a signal to this process; SIGPIPE: nobody reads what it forwards
+    number: int  # number of a signal to this process; SIGPIPE: its output has no reader
 
 
 Events = queue.SimpleQueue[Exit | Stop]
 
 
 class Ending(NamedTuple):
-    code: int  # as of one process in a shell: 128 + n after signal n
+    code: int  # exit code as in a shell: 128 + n after signal n
     is_stopped: bool  # a signal to this process ended the group
-    cause: str | None  # who ended the group and how, where that was not in order
+    cause: str | None  # which process ended the group, and how; None: a regular end
 
 
 @contextmanager
 def stop_requests() -> Iterator[Events]:
-    """Yield the events of groups. Meanwhile SIGINT and SIGTERM to this process are only events."""
+    """Yield the queue of a group's events. In the body, SIGINT and SIGTERM only become events."""
     events: Events = queue.SimpleQueue()
 
     def handle(number: int, _frame: FrameType | None) -> None:
@@ -62,7 +62,7 @@ def stop_requests() -> Iterator[Events]:
 def handling(
     numbers: Collection[int], handle: Callable[[int, FrameType | None], None]
 ) -> Iterator[None]:
-    """Let `handle` answer these signals while this is open."""
+    """Handle these signals with `handle` in the body."""
     before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield
@@ -80,21 +80,21 @@ def run_group(
     symptoms: Collection[int] = (),
     raw_lead: bool = False,
 ) -> Ending:
-    """Run a group; return its ending, after all of it has ended.
+    """Run a group; return its ending when all children have ended.
 
-    A stop request is passed on as SIGTERM, once; a second one kills. The first child that ends
-    starts a clock for the others, which are killed when it runs out. A single child keeps this
-    process's stdout and stderr. symptoms: exit codes of a child that only noticed another's end.
+    The first stop request is passed on as SIGTERM; a second one kills. The first child that ends
+    starts a clock; when it runs out, the others are killed. A single child keeps this process's
+    stdout and stderr. symptoms: exit codes of children that only react to another child's end.
     raw_lead: child 0's stdout is forwarded unchanged, and the others' stdout goes to stderr.
     """
     # 1. the state of the group
-    processes, lock = list[subprocess.Popen[bytes]](), threading.Lock()  # of what is printed
+    processes, lock = list[subprocess.Popen[bytes]](), threading.Lock()  # for output
     pumps: list[threading.Thread] = []
-    ended: dict[int, int] = {}  # child: exit code, in the order in which they ended
+    ended: dict[int, int] = {}  # child: exit code, in order of ending
     killed: set[int] = set()
     stop: int | None = None
     deadline_s = threading.TIMEOUT_MAX
-    alive, held = os.pipe()  # nobody writes: `alive` reads its end when this process is gone
+    alive, held = os.pipe()  # never written: `alive` ends when this process is gone
     try:
         # 2. start
         for index, child in enumerate(children):
@@ -115,7 +115,7 @@ def run_group(
                 stop = event.number
                 for index in running:
                     processes[index].terminate()
-            else:  # the clock ran out, or nothing is left to wait for
+            else:  # the clock ran out, a second stop request, or no reader of the output
                 stop = event.number if event is not None and stop is None else stop
                 killed.update(running)
                 for index in running:
@@ -138,7 +138,7 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Start a process in a separate session: Ctrl-C on a terminal reaches only this process.
 
-    alive: the read end of a pipe without writes; the process ends when the other end closes.
+    alive: the read end of a pipe without writes; the process exits when the other end closes.
     """
     return subprocess.Popen(
         child.command,
@@ -172,7 +172,7 @@ def _next(events: Events, deadline_s: float) -> Exit | Stop | None:
 def _ending(
     ended: dict[int, int], killed: set[int], stop: int | None, symptoms: Collection[int]
 ) -> Ending:
-    """Return the ending of the group by the exit codes of all children, in order of their ends.
+    """Return the group's ending from the exit codes of all children, in order of ending.
 
     >>> _ending({0: 75, 2: -9, 1: -9}, killed={1}, stop=None, symptoms={75}).cause
     'process 2 of 3 was killed by SIGKILL; process 1 had to be killed'
@@ -193,7 +193,7 @@ def _ending(
 
 
 def shell_code(code: int) -> int:
-    """Return Popen's exit code as a shell gives it."""
+    """Return the exit code in a shell for Popen's: 128 + n after signal n."""
     return code if code >= 0 else 128 - code
 
 
@@ -210,7 +210,8 @@ def how(code: int) -> str:
 
 
 def _named(children: Sequence[int]) -> str:
-    """
+    """Return the numbers of children in words.
+
     >>> _named([2]), _named([0, 1, 3])
     ('process 2', 'processes 0, 1 and 3')
     """
@@ -221,7 +222,7 @@ def _named(children: Sequence[int]) -> str:
 def _streams(
     child: int, process: subprocess.Popen[bytes], *, raw_lead: bool
 ) -> Iterator[tuple[IO[bytes], TextIO, bytes]]:
-    """Yield the pipes of a child, where each goes, and what begins its lines."""
+    """Yield each pipe of a child, its destination, and the prefix of its lines."""
     if process.stdout is not None:
         is_raw, is_other = raw_lead and child == 0, raw_lead and child != 0
         out = sys.stderr if is_other else sys.stdout
@@ -233,7 +234,7 @@ def _streams(
 def _forward(
     pipe: IO[bytes], out: TextIO, prefix: bytes, lock: threading.Lock, events: Events
 ) -> None:
-    """Forward what a child prints in whole lines, until its end or that of the reader."""
+    """Forward a child's output in whole lines, until the child ends or the reader is gone."""
     with pipe:
         for line in pipe:
             try:
@@ -250,7 +251,7 @@ def _forward(
 
 
 def end_with_starter() -> None:
-    """End this process when the one whose `run_group` started it is gone, killed or not."""
+    """End this process when the process that started it is gone, killed or not."""
     alive = os.environ.pop(ALIVE_FD, None)
     if alive is not None:
         in_thread(_end_when_closed, int(alive))

@@ -1,8 +1,8 @@
-"""Filter the output of XLA's C++ code in a run of several processes: chatter out, errors short.
+"""Filter the output of XLA's C++ code in a run of several processes: drop chatter, shorten errors.
 
-That code writes to the terminal past Python, and where another process is lost it ends this one
-with a dozen lines and a stack trace. So its output goes through a child process, which outlives
-this one for a moment and runs this file as a program. Standard library only.
+XLA's code bypasses Python's streams. If another process is lost, XLA ends this one with a dozen
+lines and a stack trace. So its output goes through a child process, which runs this file as a
+program and briefly outlives this process. Standard library only.
 """
 
 import os
@@ -11,11 +11,11 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 
-LOST = "ppctl-lost: "  # opens a line to the child: the work at which contact was lost
+LOST = "ppctl-lost: "  # prefix of a line to the child: the text for a loss of contact
 LOG_LINE = re.compile(r"([IWEF])\d{4} [\d:.]+ +\d+ ([\w.]+):\d+\] ?(.*)")
 SERVICE = re.compile(r"coordination_service|preemption|^client\.|distributed_runtime|rpc")  # files
-GLOO = re.compile(r"\[Gloo\]|connected peer ranks is")  # pieces of lines, by several threads
-REST = re.compile(  # the rest of a message of the service
+GLOO = re.compile(r"\[Gloo\]|connected peer ranks is")  # parts of lines: threads mix them
+REST = re.compile(  # further lines of the service's messages
     r"\s*$|\d+$|RPC:|Additional GRPC|:[A-Z_]+:|The tasks|/job:|=== Source Location|external/|\. "
     r"This is only expected"
 )
@@ -23,11 +23,11 @@ GONE = re.compile(r"tasks are unhealthy[^:]*:\s*([\s\S]*?)\s*The tasks have cras
 
 
 def divert(process: int | str) -> None:
-    """Let all that is written past Python to standard output or error go through `readable`."""
+    """Send output that bypasses Python's stdout and stderr through a child with `readable`."""
     sys.stdout.flush()
     sys.stderr.flush()
     read, write = os.pipe()
-    command = [sys.executable, "-S", "-E", __file__, str(process)]  # ends when this process has
+    command = [sys.executable, "-S", "-E", __file__, str(process)]  # exits after this process
     subprocess.Popen(command, stdin=read, stdout=2, start_new_session=True)
     os.close(read)
     for name, number in (("stdout", 1), ("stderr", 2)):
@@ -38,12 +38,12 @@ def divert(process: int | str) -> None:
 
 
 def tell_lost(what: str) -> None:
-    """Let the line about a lost process begin with `what`, should XLA end this process."""
+    """Send `what` to the child: it begins the line about a lost process, if XLA ends this one."""
     os.write(2, f"{LOST}{what}\n".encode())
 
 
 def readable(lines: Iterable[str], process: str) -> Iterator[str]:
-    r"""Yield the lines that are for people.
+    r"""Yield the lines for users, without XLA's chatter; a loss of contact becomes one line.
 
     >>> list(readable(["[Gloo] Rank 1\n", "0 ... connected peer ranks is : 1\n", "hello\n"], "1"))
     ['hello\n']
@@ -54,7 +54,7 @@ def readable(lines: Iterable[str], process: str) -> Iterator[str]:
         if line.startswith(LOST):
             lost = line.removeprefix(LOST).strip()
         elif last_words:
-            last_words += line  # nothing comes after it but its own rest
+            last_words += line  # after a fatal line come only its further lines
         elif entry and entry[1] == "F" and SERVICE.search(entry[2]):
             last_words = line
         elif entry or GLOO.search(line):
@@ -74,7 +74,7 @@ def _cause(last_words: str) -> str:
     if gone is not None:
         tasks = {*map(int, re.findall(r"(?:^|task:)(\d+)\b", gone[1], re.MULTILINE))}
         numbers = ", ".join(map(str, sorted(tasks)))
-        return f"process{'es' if len(tasks) > 1 else ''} {numbers} gave no sign of life any more"
+        return f"process{'es' if len(tasks) > 1 else ''} {numbers} stopped responding"
     if re.search("Socket closed|onnection (refused|reset)", last_words):
         return "process 0, which all others need, has ended"
     return " ".join(last_words.split("*** Check failure")[0].split("absl::Status:")[-1].split())

@@ -1,4 +1,4 @@
-"""Sizes and variants of a decoder-only transformer, as its functions read them."""
+"""Sizes and variants of a decoder-only transformer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from ppctl.model.lora import Lora
 from ppctl.model.parallel import StageAxes
 from ppctl.schedule.mesh_axes import check_experts, check_widths
 
-ACTIVATIONS = {  # those of the MLP model's layers too
+ACTIVATIONS = {  # activations of transformers and of the MLP model
     "relu": jax.nn.relu,
     "tanh": jnp.tanh,
     "gelu": jax.nn.gelu,  # approximated by tanh
@@ -26,18 +26,18 @@ ACTIVATIONS = {  # those of the MLP model's layers too
 GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_exact": "gelu_exact"}  # Shazeer 2020
 
 PLAIN_ROPE = Rope()
-Draw = Callable[..., jax.Array]  # an initializer, a shape -> an array
+Draw = Callable[..., jax.Array]  # (initializer, *shape) -> array
 
 
 def drawing(key: jax.Array, dtype: jnp.dtype) -> Draw:
-    """Return the draws of a part's parameters, each with the next key."""
+    """Return a function that draws parameters, each with a new key folded from `key`."""
     keys = (jax.random.fold_in(key, number) for number in count())
     return lambda initializer, *shape: initializer(next(keys), shape, dtype)
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder-only transformer: the arguments of `transformer.transformer`, explained there."""
+    """A decoder-only transformer; `ppctl.config.Transformer` explains the fields."""
 
     num_layers: int
     d_model: int
@@ -48,7 +48,7 @@ class Architecture:
     vocab_size: int
     tied: bool
     rope: Rope = PLAIN_ROPE
-    local_rope: Rope | None = None  # of layers with a window; None: `rope`
+    local_rope: Rope | None = None  # rotary positions of layers with a window; None: `rope`
     head_dim: int | None = None
     scale_embedding: bool = False
     norm_eps: float = 1e-6
@@ -60,7 +60,7 @@ class Architecture:
     query_pre_attn_scalar: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
-    windows: tuple[int | None, ...] | None = None  # of each layer; None: no layer has one
+    windows: tuple[int | None, ...] | None = None  # tokens of each layer's window; None: none
     dropout: float = 0.0
     moe: ExpertSizes | None = None
     lora: Lora | None = None
@@ -75,30 +75,30 @@ class Architecture:
 
     @property
     def has_experts(self) -> tuple[bool, ...]:
-        """Whether each layer has experts in place of an MLP."""
+        """Return, for each layer, whether it has experts in place of an MLP."""
         return (False,) * self.num_layers if self.moe is None else self.moe.has_experts
 
     @property
     def mlp_widths(self) -> dict[str, int]:
-        """The hidden widths that tp divides, by name: of the MLP and of the shared expert."""
+        """Return the hidden widths that tp must divide, by name: MLP and shared expert."""
         widths = {} if all(self.has_experts) else {"the width of the MLP": self.mlp_width}
         shared = None if self.moe is None else self.moe.shared_width
         return widths | ({} if shared is None else {setting("model.moe.shared_width"): shared})
 
     def scoring(self, window: int | None) -> Scoring:
-        """Return the scoring of layers with this window."""
+        """Return the attention scoring of layers with this window; None: no window."""
         scale = None if self.query_pre_attn_scalar is None else self.query_pre_attn_scalar**-0.5
         return Scoring(scale, self.attention_softcap, window)
 
     def check_divides(self, axes: StageAxes) -> None:
-        """Raise ConfigError for sizes that tp and cp do not divide."""
+        """Raise ConfigError if the sizes do not fit tp, cp and ep."""
         check_widths(axes.tp, self.num_heads, self.kv_heads, self.mlp_widths)
         experts = None if self.moe is None else self.moe.num_experts
         check_experts(experts, axes.ep, axes.tp, divides_rows=axes.divides_rows)
         window = max((each for each in self.windows or () if each is not None), default=None)
         if axes.cp > 1 and window is not None:
             raise ConfigError(
-                f"{setting('model.window', window)} and {setting('mesh.cp', axes.cp)}: parts of a "
-                f"sequence on other devices are attended to whole. Use {setting('mesh.cp', 1)}, "
-                f"and {setting('mesh.tp')} for long sequences."
+                f"{setting('model.window', window)} and {setting('mesh.cp', axes.cp)}: attention "
+                f"to the tokens of other devices has no window. Use {setting('mesh.cp', 1)}, and "
+                f"{setting('mesh.tp')} for long sequences."
             )

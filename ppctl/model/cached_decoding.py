@@ -1,9 +1,9 @@
 """A transformer that reads tokens piece by piece and caches keys and values.
 
 Shape suffixes: B batch, T tokens of a piece, S cached positions, N query heads, G kv heads, R =
-N/G, H width of a head, D d_model, V vocabulary. Sequences of different lengths end together: row
-b's first token is at position starts[b], and earlier positions are never attended to. Rotary
-positions matter only by differences, so a sequence may start anywhere.
+N/G, H width of a head, D d_model, V vocabulary. Sequences of different lengths are aligned at their
+ends: row b's first token is at position starts[b], and earlier positions are never attended to.
+Rotary attention depends only on differences of positions, so a sequence may start anywhere.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,18 +20,22 @@ from ppctl.model.attention.rotary_positions import Rope, Rotate, rotate_at
 from ppctl.model.parallel import WHOLE, StageAxes
 from ppctl.model.stack import Stack, Tree
 
-Cache = list[Any]  # by stage and layer: (keys, values) [B, S, G, H]
+Cache = list[Any]  # (keys, values) [B, S, G, H] of each layer, listed by stage
 
 
 class Piece(NamedTuple):
-    """The place of a piece of tokens."""
+    """The positions of a piece of tokens."""
 
-    first: jax.Array  # position of its first token
-    starts_B: jax.Array  # position of each row's first token
+    first: jax.Array  # position of the piece's first token
+    starts_B: jax.Array  # position of the first token of each row's sequence
 
 
 class _Attention:
-    """Attention of a piece to cached tokens and itself; `layer` and `piece` are being traced."""
+    """Attention of a piece of tokens to the cached tokens and to itself.
+
+    `Decoder._stage` sets `piece`, and `layer` to a layer's cache, before it traces the layer;
+    `_attend` replaces `layer` with the updated cache.
+    """
 
     layer: tuple[jax.Array, jax.Array]
     piece: Piece
@@ -60,7 +64,7 @@ class _Attention:
         write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=first, axis=1)
         k_BSGH, v_BSGH = self.layer = write(self.layer[0], k_BTGH), write(self.layer[1], v_BTGH)
         T, S = q_BTNH.shape[1], k_BSGH.shape[1]
-        # tokens from a key to a query
+        # distance in tokens from each key to each query
         behind_TS = (first + jnp.arange(T))[:, None] - jnp.arange(S)
         is_attended_TS = behind_TS >= 0
         if scoring.window is not None:
@@ -70,12 +74,12 @@ class _Attention:
 
 
 class Decoder:
-    """A transformer whose layers lie by stage on devices.
+    """A transformer that decodes with a cache, its layers placed on devices by stage.
 
-    make: returns the transformer with given attention and rotary positions. params: {"embed_head",
-    "layers": [L, ...]}, in natural order, anywhere; each stage's are copied to its device in
-    `dtype`. devices: one a stage, in order. num_positions: S, of prompt and continuation together.
-    kv_shape: (G, H).
+    make: function from attention and rotary positions to the transformer. params:
+    {"embed_head", "layers": [L, ...]} in model order, on any device; each stage's parameters are
+    copied to its device in `dtype`. devices: the device of each stage, in order. num_positions: S,
+    tokens of prompt and continuation together. kv_shape: (G, H).
     """
 
     def __init__(
@@ -110,7 +114,7 @@ class Decoder:
         self._stages = [program(partial(self._stage, s)) for s in range(num_stages)]
 
     def empty(self, batch: int) -> Cache:
-        """Return an empty cache."""
+        """Return an empty cache for `batch` sequences."""
         shape = batch, self.num_positions, *self.kv_shape
         make = lambda device: tuple(jnp.zeros(shape, self.dtype, device=device) for _ in range(2))  # noqa: E731
         pairs = zip(self._layers_of, self.devices, strict=True)
@@ -119,7 +123,10 @@ class Decoder:
     def read(
         self, tokens_BT: jax.Array, cache: Cache, first: int, starts_B: jax.Array
     ) -> tuple[jax.Array, Cache]:
-        """Return (logits after the last token [B, V], new cache); the given cache is used up."""
+        """Return (logits after the last token [B, V], the new cache); the old one is donated.
+
+        first: position of the first of these tokens. starts_B: see `Piece`.
+        """
         x, kept = tokens_BT, []
         for s, device in enumerate(self.devices):
             piece = Piece(jnp.int32(first), jax.device_put(starts_B, device))
@@ -136,6 +143,7 @@ class Decoder:
         x: jax.Array,
         piece: Piece,
     ) -> tuple[jax.Array, list]:
+        """Return (x, the stage's new cache); for the last stage x is the last token's logits."""
         embed_head, layers = params
         self._attention.piece = piece
         if s == 0:

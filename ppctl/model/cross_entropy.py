@@ -1,12 +1,14 @@
 """Cross-entropy of a language model's head without the logits of all tokens at once.
 
-Many tokens are taken chunk by chunk, and each chunk's gradient is computed with its loss: no
-chunk's logits are kept, and nothing is computed twice. With a vocabulary divided over the ranks of
-a pipeline, loss and gradient need each token's sum over all parts. Few logits are kept until then,
-many computed again.
+Tokens are processed in chunks, and each chunk's gradient is computed together with its loss. So no
+logits are kept between chunks, and no logits are computed twice.
 
-Shape suffixes: M tokens, K chunks, C tokens of a chunk, D d_model, V vocabulary, or this device's
-ids.
+If the ranks of a pipeline divide the vocabulary, loss and gradient need each token's softmax sum
+over all parts. A device keeps its logits until these sums arrive if there are at most MOST_LOGITS;
+otherwise it computes them again.
+
+Shape suffixes: M tokens, K chunks, C tokens of a chunk, D d_model, V ids of the vocabulary, or of
+this device's part.
 """
 
 import math
@@ -18,14 +20,14 @@ import jax.numpy as jnp
 
 from ppctl.model.parallel import shard_of
 
-MOST_LOGITS = 2**27  # logits of a chunk, 512 MiB: each chunk reads all of w and its gradient
-LEAST_TOKENS = 1024  # tokens of a chunk, with more logits if need be
-NO_TOKEN = -1  # target without loss
+MOST_LOGITS = 2**27  # logits a chunk, 512 MiB; large, as each chunk reads all of w and its gradient
+LEAST_TOKENS = 1024  # minimum tokens a chunk, even if their logits exceed MOST_LOGITS
+NO_TOKEN = -1  # target of a token without loss
 NEVER = -1e30  # logit of a padding id
 
 
 def perplexity(loss: float) -> float:
-    """Return e**loss, infinite where it is too large for a float.
+    """Return e**loss, or infinity if this is too large for a float.
 
     >>> perplexity(0.0), perplexity(1e4)
     (1.0, inf)
@@ -34,9 +36,11 @@ def perplexity(loss: float) -> float:
 
 
 class HeadForm(NamedTuple):
-    """The form of a head: whether w is the embedding's [V, D], its logits' cap, its vocabulary.
+    """The form of a head.
 
-    size: ids, divided over num_ranks ranks, and each part over tp.
+    is_tied: whether the head's matrix w is the embedding's [V, D]; else it is [D, V]. cap: soft cap
+    of logits; None: no cap. size: number of ids in the vocabulary. Its num_ranks parts, one for
+    each pipeline rank, are each divided over tp devices.
     """
 
     is_tied: bool
@@ -47,7 +51,7 @@ class HeadForm(NamedTuple):
 
     @property
     def num_parts(self) -> int:
-        """The number of devices with a part of the vocabulary."""
+        """Return the number of devices that divide the vocabulary."""
         return self.tp * self.num_ranks
 
     def num_ids(self, w: jax.Array) -> int:
@@ -55,7 +59,7 @@ class HeadForm(NamedTuple):
 
 
 def first_id(num_ids: int, tp: int, part: jax.Array | int) -> jax.Array:
-    """Return the first of this device's num_ids ids, in a rank's part that tp divides."""
+    """Return the first of this device's num_ids ids, within a rank's `part` that tp divides."""
     return part * (tp * num_ids) + shard_of(num_ids, "tp", tp)
 
 
@@ -70,10 +74,11 @@ def cross_entropy(
 ) -> jax.Array:
     """Return the sum over tokens of -log softmax(logits)[target] in nats, in at least float32.
 
-    w: the head's matrix [D, V], or the embedding's [V, D] if tied; logits are x @ w in at least
-    float32, or cap*tanh(x @ w/cap). Targets NO_TOKEN add nothing. With a divided vocabulary w is
-    this device's part, and the result its summand; so is the gradient in x, of the whole loss.
-    log_sums, logits: of a rank's part, those over all ids, and the logits of `part_log_sums`.
+    w: the head's matrix [D, V], or the embedding's [V, D] if tied. logits: x @ w in at least
+    float32, or cap * tanh(x @ w / cap). Tokens with target NO_TOKEN add nothing. With a divided
+    vocabulary w is this device's part, and the loss and its gradient in x are this device's
+    summands. log_sums_M, logits_MV, part: if pipeline ranks divide the vocabulary, the log sums
+    over all ids, the logits that `part_log_sums` returned, and the index of this rank's part.
     """
     return _loss(x_MD, w, targets_M, log_sums_M, logits_MV, part, head)
 
@@ -81,7 +86,7 @@ def cross_entropy(
 def part_log_sums(
     x_MD: jax.Array, w: jax.Array, part: jax.Array, head: HeadForm
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return (log sums [M] of the exponentials of a part's logits, the logits or None)."""
+    """Return (log sums [M] of a part's logits, the logits); None for more than MOST_LOGITS."""
     num_tokens, num_ids = x_MD.shape[0], head.num_ids(w)
     if num_tokens * num_ids <= MOST_LOGITS:
         logits_MV, _ = own_logits(x_MD, w, head, part)
@@ -92,7 +97,7 @@ def part_log_sums(
 
 
 def in_chunks(x_MD: jax.Array, targets_M: jax.Array, num_ids: int) -> tuple[jax.Array, jax.Array]:
-    """Return tokens and targets by chunks for num_ids logits a token; padded with NO_TOKEN."""
+    """Return (x, targets) in chunks, padded with NO_TOKEN. num_ids: number of logits a token."""
     num_tokens = x_MD.shape[0]
     size = max(LEAST_TOKENS, MOST_LOGITS // num_ids)
     num_chunks = -(-num_tokens // size)
@@ -106,7 +111,7 @@ def in_chunks(x_MD: jax.Array, targets_M: jax.Array, num_ids: int) -> tuple[jax.
 def own_logits(
     x_MD: jax.Array, w: jax.Array, head: HeadForm, part: jax.Array | int = 0
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (logits of this device's ids, the first id). Padding ids get logit NEVER."""
+    """Return (logits of this device's ids, its first id). Padding ids get the logit NEVER."""
     logits_MV, held = logits(x_MD, w, head), head.num_ids(w)
     first = first_id(held, head.tp, part)
     if held * head.num_parts == head.size:
@@ -116,7 +121,7 @@ def own_logits(
 
 
 def log_sums(logits_MV: jax.Array, tp: int) -> jax.Array:
-    """Return the logarithms of sums of exponentials over all ids, or those of a rank's part."""
+    """Return the logarithms [M] of the sums of exponentials over all ids, or a rank's part."""
     if tp == 1:
         return jax.nn.logsumexp(logits_MV, axis=-1)
     largest_M = jax.lax.pmax(jax.lax.stop_gradient(logits_MV.max(-1)), "tp")
@@ -124,7 +129,7 @@ def log_sums(logits_MV: jax.Array, tp: int) -> jax.Array:
 
 
 def logits(x_MD: jax.Array, w: jax.Array, head: HeadForm) -> jax.Array:
-    """Return the logits of `cross_entropy`."""
+    """Return the logits x @ w [M, V], soft-capped if head.cap is set, in at least float32."""
     dtype = jnp.promote_types(x_MD.dtype, jnp.float32)
     dims = (((1,), (1 if head.is_tied else 0,)), ((), ()))
     products = jax.lax.dot_general(x_MD, w, dims, preferred_element_type=dtype)
@@ -138,14 +143,14 @@ def loss_and_slopes(
     first: jax.Array,
     head: HeadForm,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (the loss of this device's ids, slopes [C, V] of the whole in products x @ w)."""
+    """Return (this device's summand of the loss, gradient [C, V] of the whole loss in x @ w)."""
     is_token_C = targets_C != NO_TOKEN
     ids_CV = first + jax.lax.broadcasted_iota(targets_C.dtype, logits_CV.shape, 1)
     are_targets_CV = targets_C[:, None] == ids_CV
     losses_C = log_sums_C / head.num_parts - jnp.where(are_targets_CV, logits_CV, 0).sum(-1)
     slopes_CV = jnp.exp(logits_CV - log_sums_C[:, None]) - are_targets_CV
     g_CV = jnp.where(is_token_C[:, None], slopes_CV, 0)
-    if head.cap is not None:  # padding has no slope
+    if head.cap is not None:  # clipped, so that padding ids, whose logit is NEVER, get slope 0
         g_CV = g_CV * (1 - jnp.square(jnp.clip(logits_CV / head.cap, -1, 1)))
     return jnp.where(is_token_C, losses_C, 0).sum(), g_CV
 
@@ -153,7 +158,7 @@ def loss_and_slopes(
 def products(
     g_CV: jax.Array, x_CD: jax.Array, w: jax.Array, is_tied: bool, has_grad: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return the gradients of x, and of w in at least float32 or None, from slopes in x @ w."""
+    """Return the gradients of x and w, given that of x @ w; w's: at least float32, or None."""
     gx_CD = jax.lax.dot_general(g_CV, w, (((1,), (0 if is_tied else 1,)), ((), ())))
     if not has_grad:
         return gx_CD, None
@@ -178,10 +183,10 @@ def _computed(
     head: HeadForm,
     gradients: str = "",
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Return (loss, gradient of x, gradient of w); gradients: of these, "", "x" or "xw"."""
+    """Return (loss, gradient of x, gradient of w). gradients: "", "x" or "xw", those to compute."""
     num_tokens, num_ids = x_MD.shape[0], head.num_ids(w)
 
-    # 1. some tokens at once
+    # 1. one chunk of tokens
     def of_chunk(
         x_CD: jax.Array, targets_C: jax.Array, sums_C: Any, logits_CV: jax.Array | None
     ) -> tuple:
@@ -214,7 +219,7 @@ def _computed(
 
 
 def _there(*args: Any) -> tuple[jax.Array, tuple[jax.Array | None, jax.Array | None]]:
-    """Return the loss, and its gradients in x and w (None: frozen w), known in the forward."""
+    """Return (loss, residuals): the residuals are the gradients of x and w (None: w is frozen)."""
     value = lambda a: a.value  # noqa: E731
     is_leaf = lambda a: hasattr(a, "perturbed")  # noqa: E731
     values = [jax.tree.map(value, each, is_leaf=is_leaf) for each in args[:6]]
@@ -225,7 +230,7 @@ def _there(*args: Any) -> tuple[jax.Array, tuple[jax.Array | None, jax.Array | N
 def _back(
     _: HeadForm, grads: tuple[jax.Array, jax.Array | None], g: jax.Array
 ) -> tuple[jax.Array | None, ...]:
-    gx_MD, gw = grads  # of the sum over devices, which all receive the same g
+    gx_MD, gw = grads  # gradients of the sum over devices, which all receive the same g
     gw = None if gw is None else (g * gw).astype(gw.dtype)
     return (g * gx_MD).astype(gx_MD.dtype), gw, *[None] * 4
 

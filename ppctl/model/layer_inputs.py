@@ -1,9 +1,9 @@
-"""The values that a layer takes besides its parameters and x: places of attached losses, its key.
+"""The inputs of a layer besides its parameters and x: places of attached losses, and a random key.
 
-An attached loss is the identity on x, whose backward gives the loss the cotangent 1 and hands the
-loss itself on as the "gradient" of a place: a scalar next to the layer's parameters. So executors
-sum it as they sum gradients, once however often a forward is recomputed. Source of the first half:
-Megatron-LM, MoEAuxLossAutoScaler.
+`attach_loss` is the identity on x. Its backward gives the loss the cotangent 1 (as Megatron-LM's
+MoEAuxLossAutoScaler does), so that the loss is trained. It also returns the loss's value as the
+"gradient" of a place, which is a scalar input next to the layer's parameters. So executors sum the
+value as they sum gradients: once, however often a forward is recomputed.
 """
 
 import re
@@ -24,15 +24,16 @@ from ppctl.model.random_keys import layer_keys, names_key, without_key, wrapped
 
 Tree = Any
 Place = Callable[[str], jax.Array]  # name of a loss -> its place
-LOSS = "loss"  # the name of the loss that is trained, among the losses of a step
-PARAMS, LOSSES, KEY = "ppctl_params", "ppctl_losses", "ppctl_key"  # of a layer with inputs
-# names of other numbers of a step
+LOSS = "loss"  # name of the trained loss among the losses of a step
+PARAMS, LOSSES, KEY = "ppctl_params", "ppctl_losses", "ppctl_key"  # keys of an extended layer
+# names of a step's other metrics, which no attached loss may have
 RESERVED = re.compile(
     r"loss|grad_norm|lr|step|number|counts|(eval|expert)_.*|.*_(s|bytes|fraction)"
 )
 
 _place_of: ContextVar[Place | None] = ContextVar("place_of", default=None)
-# JAX keeps traces of inner functions: each trace of a layer has its own places
+# JAX caches traces of inner functions. A new number for each trace of a layer makes JAX trace them
+# again: a cached trace would hold the places of an earlier one
 _trace_number, _traces = jax.make_user_context(None), count()
 
 
@@ -48,20 +49,31 @@ def _forward(x: Tree, loss: jax.Array, place: jax.Array) -> tuple[Tree, tuple]:
 
 def _backward(kept: tuple[jax.Array, jax.Array], gx: Tree) -> tuple[Tree, jax.Array, jax.Array]:
     loss, zero = kept
-    return gx, jnp.ones_like(loss), jnp.asarray(loss, zero.dtype)  # of a constant it is a number
+    # asarray, because a constant loss may be a plain number
+    return gx, jnp.ones_like(loss), jnp.asarray(loss, zero.dtype)
 
 
 _attached.defvjp(_forward, _backward)
 
 
 def attach_loss(x: Tree, loss: jax.Array, *, name: str = "attached_loss") -> Tree:
-    """Return x unchanged; `loss`, a scalar, is added to the loss that is trained.
+    """Return x unchanged and add `loss` to the trained loss.
 
-    For layers of a `Stack` and the `apply` of a `Network`, which must use the returned value. The
-    loss is a sum over the layer's examples (and tokens), in units of the sum that the head returns:
-    both are divided by the number of losses. Inside a divided stage it is the device's summand.
-    A step reports the sum over the model as the metric `name`, apart from the loss. ConfigError if
-    the loss is no floating scalar.
+    For layers of a `Stack` and the `apply` of a `Network`.
+
+    Args:
+        x: An activation, an array or a tree.
+        loss: A floating scalar: the sum over the layer's examples (and tokens). It is divided by
+            the number of losses, as the head's sum is. Inside a divided stage: this device's
+            summand.
+        name: Name of the metric that reports the loss, summed over the model's layers. The metric
+            "loss" does not include it.
+
+    Returns:
+        x, which the layer must use: otherwise the loss has no effect.
+
+    Raises:
+        ConfigError: `loss` is not a floating scalar.
 
     >>> grad = jax.grad(lambda w: attach_loss(2 * w, 5 * w))
     >>> float(attach_loss(jnp.float32(3), jnp.float32(1))), float(grad(1.0))
@@ -70,21 +82,21 @@ def attach_loss(x: Tree, loss: jax.Array, *, name: str = "attached_loss") -> Tre
     loss = jnp.asarray(loss)
     if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
         raise ConfigError(
-            f"attach_loss({name}) has a loss of {loss.dtype}{list(loss.shape)}, and it takes one "
-            "floating scalar. Give it the sum over examples and tokens."
+            f"attach_loss({name}) needs a floating scalar, not {loss.dtype}{list(loss.shape)}. "
+            "Pass the sum over examples and tokens."
         )
     return _attached(x, loss, place_of_loss(name))
 
 
 def place_of_loss(name: str) -> jax.Array:
-    """Return the place of a loss in the layer that is traced, or a zero outside of executors."""
+    """Return the place of a loss in the layer that is traced; outside of executors, a zero."""
     place_of = _place_of.get()
     return jnp.zeros(()) if place_of is None else place_of(name)
 
 
 @contextmanager
 def placing(place_of: Place) -> Iterator[None]:
-    """Let losses attached in the body, a trace of layers, have these places."""
+    """Set the function from loss name to place for layers that are traced in this context."""
     token = _place_of.set(place_of)
     try:
         with _trace_number(next(_traces)):
@@ -94,7 +106,7 @@ def placing(place_of: Place) -> Iterator[None]:
 
 
 def without_attached(where: str) -> AbstractContextManager[None]:
-    """Refuse attached losses in the body, a trace of embedding or head, with a ConfigError."""
+    """Return a context for traces of embedding or head, where attach_loss raises ConfigError."""
 
     def refuse(name: str) -> jax.Array:
         raise outside_of_layers(name, where)
@@ -103,15 +115,15 @@ def without_attached(where: str) -> AbstractContextManager[None]:
 
 
 def outside_of_layers(name: str, where: str) -> ConfigError:
-    """Return the error for a loss that is attached in the embedding or the head."""
+    """Return the error for a loss attached in the embedding or the head."""
     return ConfigError(
-        f"attach_loss({name}) stands in the {where}, and losses are attached in layers. Add it to "
-        "the loss that the head returns, or attach it in the first or last layer."
+        f"attach_loss({name}) is called in the {where}, but only layers can attach losses. Add it "
+        "to the loss that the head returns, or attach it in the first or last layer."
     )
 
 
 def attached_in(function: Callable, *args: Any) -> tuple[str, ...]:
-    """Return the names of the losses that a function attaches; args may be shapes."""
+    """Return the names of the losses that function(*args) attaches; args may be shapes."""
     found: dict[str, None] = {}
 
     def record(name: str) -> jax.Array:
@@ -125,22 +137,25 @@ def attached_in(function: Callable, *args: Any) -> tuple[str, ...]:
 
 @lru_cache(256)
 def _attached_in(layer: Callable, treedef: Any, shapes: tuple) -> tuple[str, ...]:
-    """Return the names of a layer; shapes: of w's leaves, then of x."""
+    """Return the names of the losses that a layer attaches. shapes: those of w's leaves, then x."""
     *leaves, x = (jax.ShapeDtypeStruct(*shape) for shape in shapes)
     return attached_in(layer, jax.tree.unflatten(treedef, leaves), x)
 
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """The inputs of layers besides parameters and x; if any, `extended` trees are the layers."""
+    """The inputs of layers besides parameters and x. A layer's tree holds them, see `extended`."""
 
     losses: tuple[str, ...] = ()  # names of attached losses
-    has_key: bool = False  # whether a layer names a parameter `key`
-    one_key: bool = False  # all layers get the same key of an example, as parts of one function
+    has_key: bool = False  # whether a layer has a parameter `key`
+    one_key: bool = False  # layers are parts of one function and share an example's key
 
     @classmethod
     def of(cls, stack: Any, w: Tree, x: Any) -> Self:
-        """Return the inputs of a stack's layers; w, x: arrays or shapes of a layer's arguments."""
+        """Return the inputs of a stack's layers. w, x: a layer's arguments, arrays or shapes.
+
+        ConfigError if a loss has a reserved name.
+        """
         leaves, treedef = jax.tree.flatten(w)
         shapes = tuple((a.shape, jnp.dtype(a.dtype)) for a in (*leaves, x))
         functions = map(stack.layer_of, [0] if stack.are_alike else range(stack.num_layers))
@@ -148,9 +163,9 @@ class LayerInputs:
         taken = next((name for name in names if RESERVED.fullmatch(name)), None)
         if taken is not None:
             raise ConfigError(
-                f"attach_loss({taken}): a step reports loss, grad_norm, lr, step, counts and "
-                "numbers that begin with eval_ or expert_, or end in a unit (_s, _bytes, "
-                "_fraction). Use another name."
+                f"attach_loss({taken}): the name is reserved for metrics of a step (loss, "
+                "grad_norm, lr, step, number, counts, eval_*, expert_*, *_s, *_bytes, *_fraction). "
+                "Use another name."
             )
         return cls(tuple(names), stack.takes_key, stack.options.network is not None)
 
@@ -158,10 +173,10 @@ class LayerInputs:
         return bool(self.losses) or self.has_key
 
     def extended(self, params: Tree, place: Any, number: Any) -> Tree:
-        """Return a layer's tree with inputs; leaves may be arrays, shapes, specs or flags.
+        """Return a layer's tree with its inputs; leaves may be arrays, shapes, specs or flags.
 
-        place: the leaf of each attached loss. number: the layer's number in the model, which
-        `with_keys` replaces in a step.
+        place: the leaf of each attached loss. number: the leaf of the layer's number in the model;
+        `with_keys` replaces it with keys in a step.
         """
         if not self:
             return params
@@ -169,9 +184,10 @@ class LayerInputs:
         return tree | {KEY: number} if self.has_key else tree
 
     def with_keys(self, layers: Any, keys: jax.Array | None) -> Any:
-        """Return extended layers, listed, or one or stacked ones, with their keys of a microbatch.
+        """Return extended layers with the random keys of a microbatch.
 
-        keys: of its examples, data [examples, 2]; None: as they are, for evaluations.
+        layers: one layer, stacked layers, or a list of them. keys: key data of the microbatch's
+        examples, [examples, 2]; None, as in evaluations: layers are returned unchanged.
         """
         if keys is None or not self.has_key:
             return layers
@@ -181,19 +197,19 @@ class LayerInputs:
         return layers | {KEY: layer_keys(keys, numbers)}
 
     def trainable(self, stack: Any) -> Tree:
-        """Return `StackOptions.trainable` of parameters whose layers are extended."""
+        """Return `StackOptions.trainable` for parameters whose layers are extended."""
         layers = self.extended(stack.trains("layers"), True, False)
         return {"embed_head": stack.trains("embed_head"), "layers": layers}
 
     def computed(self, params: Tree, dtype: Any, updates: Updates) -> Tree:
-        """Return parameters in the dtype of compute; inputs and counted parameters keep theirs."""
+        """Return parameters cast to `dtype`; inputs and counted parameters keep their dtype."""
         layers = cast_layers(self.separate(params["layers"])[0], dtype, updates)
         layers = params["layers"] | {PARAMS: layers} if self else layers
         embed_head = jax.tree.map(lambda a: a.astype(dtype), params["embed_head"])
         return {"embed_head": embed_head, "layers": layers}
 
     def separate(self, tree: Tree) -> tuple[Tree, Mapping[str, Any]]:
-        """Return (the tree of parameters, attached losses by name) of an extended tree."""
+        """Return (parameters, attached losses by name) of an extended tree."""
         return (tree[PARAMS], tree[LOSSES]) if self else (tree, {})
 
     def functions(self, layers: Any) -> Any:
@@ -202,7 +218,7 @@ class LayerInputs:
         return convert(layers) if callable(layers) else tuple(map(convert, layers))
 
 
-@lru_cache(1024)  # programs are kept by the identity of functions
+@lru_cache(1024)  # same function object each time, as compiled programs are cached by it
 def _with_inputs(layer: Callable) -> Callable:
     has_key = names_key(layer)
 

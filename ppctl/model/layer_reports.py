@@ -1,10 +1,12 @@
-"""Counts of layers, such as of tokens by expert, and the parameters that are updated by them.
+"""Counts that layers report, such as tokens of each expert, and the parameters that they update.
 
-A count has the place of a gradient: `report` is the identity on a parameter, whose "gradient" is
-the counts. So executors sum them as gradients, once however often a forward is recomputed; they are
-not divided by the number of losses. Parameters in `StackOptions.updates` keep their dtype, stay out
-of the global norm and the optimizer, and after a step each becomes update(parameter, counts).
-Source: flax's `_overwrite_with_gradient`.
+Counts take the place of a gradient: `report` is the identity on a parameter, and the parameter's
+"gradient" is the counts. So executors sum counts as they sum gradients: once, however often a
+forward is recomputed. Counts are not divided by the number of losses.
+
+Parameters in `StackOptions.updates` ("counted parameters") keep their dtype and stay out of the
+global norm and the optimizer. After a step each becomes update(parameter, counts). Source: flax's
+`_overwrite_with_gradient`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +21,8 @@ from ppctl.model.trainable_parameters import trained_flags
 
 Tree = Any
 Updates = Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]]
-COUNTS = "counts"  # the name of counts among the metrics of a step
-_traced = {"forwards": 0, "backwards": 0}  # traces of reports, for `check_reports`
+COUNTS = "counts"  # name of the counts among a step's metrics
+_traced = {"forwards": 0, "backwards": 0}  # number of reports traced, for `check_reports`
 
 
 @jax.custom_vjp
@@ -36,19 +38,28 @@ def _forward(parameter: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Ar
 
 def _backward(counts: jax.Array, g: jax.Array) -> tuple[jax.Array, None]:
     _traced["backwards"] += 1
-    return jnp.asarray(counts, g.dtype), None  # constant counts are numbers
+    return jnp.asarray(counts, g.dtype), None  # constant counts may be a plain number
 
 
 _reported.defvjp(_forward, _backward)
 
 
 def report(parameter: jax.Array, counts: jax.Array) -> jax.Array:
-    """Return the parameter; its "gradient" is `counts`, whatever is done with the result.
+    """Return the parameter unchanged, with `counts` as its "gradient".
 
-    For layers of a `Stack` that declares the parameter in `updates`. The result must reach the
-    layer's output by differentiable operations: `x + 0 * result.sum()` will do where only integers
-    follow from it. The counts have the parameter's shape and are sums over the layer's examples;
-    inside a divided stage they are the device's summand. ConfigError for another shape.
+    For layers of a `Stack` that declares the parameter in `updates`.
+
+    Args:
+        parameter: A parameter of the layer.
+        counts: Sums over the layer's examples, in the parameter's shape. Inside a divided stage:
+            this device's summand.
+
+    Returns:
+        The parameter, which must reach the layer's output by differentiable operations. If only
+        integers depend on it, add `0 * result.sum()` to the output.
+
+    Raises:
+        ConfigError: The shapes differ.
 
     >>> bias, counts = jnp.zeros(2), jnp.array([3.0, 1.0])
     >>> jax.grad(lambda bias: (2 * report(bias, counts)).sum())(bias).tolist()
@@ -57,8 +68,8 @@ def report(parameter: jax.Array, counts: jax.Array) -> jax.Array:
     parameter, counts = jnp.asarray(parameter), jnp.asarray(counts)
     if parameter.shape != counts.shape:
         raise ConfigError(
-            f"report has counts {list(counts.shape)} for a parameter {list(parameter.shape)}, and "
-            "there is one for each of its numbers. Sum them to its shape."
+            f"report has counts {list(counts.shape)} for a parameter {list(parameter.shape)}. "
+            "Sum them to the parameter's shape."
         )
     return _reported(parameter, jax.lax.stop_gradient(counts.astype(parameter.dtype)))
 
@@ -68,7 +79,7 @@ def _name(path: tuple) -> str:
 
 
 def cast_layers(layers: Tree, dtype: Any, updates: Updates) -> Tree:
-    """Return layers, arrays or shapes, in the dtype of compute; counted parameters keep theirs."""
+    """Return layers, arrays or shapes, cast to `dtype`; counted parameters keep their dtype."""
 
     def cast(path: tuple, a: Any) -> Any:
         if _name(path) in updates:
@@ -80,7 +91,7 @@ def cast_layers(layers: Tree, dtype: Any, updates: Updates) -> Tree:
 
 
 def divided_by(grads: Tree, number: jax.Array, updates: Updates) -> Tree:
-    """Return gradients {"embed_head", "layers"} divided by a number; counts as they are."""
+    """Return gradients {"embed_head", "layers"} divided by a number; counts stay undivided."""
 
     def divide(path: tuple, g: jax.Array) -> jax.Array:
         return g if is_counted(path, updates) else g / number.astype(g.dtype)
@@ -115,7 +126,7 @@ def counts_by_name(counts: Tree) -> dict[str, jax.Array]:
 
 
 def with_updated(params: Tree, grads: Tree, updates: Updates, num_stacked: int) -> Tree:
-    """Return parameters after the updates of counted ones; num_stacked: axes that stack layers."""
+    """Return parameters with counted ones updated. num_stacked: leading axes of stacked layers."""
 
     def one(path: tuple, p: jax.Array, counts: jax.Array | None) -> jax.Array:
         if counts is None or not is_counted(path, updates):
@@ -134,17 +145,17 @@ def with_updated(params: Tree, grads: Tree, updates: Updates, num_stacked: int) 
 def check_reports(
     layers: Sequence[Callable], w: Tree, x: Any, updates: Updates, trainable: Tree
 ) -> None:
-    """Raise ConfigError unless layers (w, x: their shapes) report counts of those in `updates`."""
+    """Raise ConfigError unless layers' reports fit `updates`. w, x: shapes of layers' arguments."""
     # 1. the declared parameters
     names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(w)]
     flags = dict(zip(names, trained_flags(w, trainable), strict=True))
     for name in updates:
         if name not in flags:
             raise ConfigError(
-                f"updates names {name}, and a layer has {', '.join(names)}. Use one of these."
+                f"updates names {name}, but a layer has {', '.join(names)}. Use one of these."
             )
         if not flags[name]:
-            raise ConfigError(f"updates names {name}, which trainable freezes. Let it be True.")
+            raise ConfigError(f"updates names {name}, which trainable freezes. Set it to True.")
     # 2. the reports of a layer, forwards and backwards
     number = {"forwards": 0, "backwards": 0}
     for layer in dict.fromkeys(map(without_key, layers)):
@@ -152,11 +163,11 @@ def check_reports(
         jax.eval_shape(lambda w, x, layer=layer: jax.vjp(layer, w, x)[1](x), w, x)
         if _traced["forwards"] and not updates:
             raise ConfigError(
-                "a layer reports counts, and the stack declares no parameter for them, so that "
-                "they would be trained on as a gradient. Use StackOptions(updates={name: update})."
+                "a layer reports counts, but the stack declares no parameter for them: the "
+                "optimizer would use them as a gradient. Use StackOptions(updates={name: update})."
             )
         if _traced["backwards"] < _traced["forwards"]:
             raise ConfigError(
-                "a layer reports counts, but uses the result of ppctl.report only where nothing is "
-                "differentiated, so that they would be lost. Add 0 * result.sum() to its output."
+                "a layer reports counts, but its output has no derivative in the result of "
+                "ppctl.report: the counts would be lost. Add 0 * result.sum() to the output."
             )

@@ -1,7 +1,8 @@
 """Low-rank adapters next to the linear maps of a block: x W + alpha/rank * (x A) B.
 
-Only A and B are trained. A begins as PEFT's, uniform in +-1/sqrt(inputs), B at zero, so that a
-model begins as it is without adapters. Embedding and head have none. Source: LoRA (Hu et al. 2021).
+Only A and B are trained. A begins uniform in +-1/sqrt(inputs), as in PEFT, and B at zero, so that
+new adapters do not change the model. Embedding and head have no adapters. Source: LoRA (Hu et al.
+2021).
 """
 
 import math
@@ -15,8 +16,8 @@ import jax.numpy as jnp
 from ppctl.errors import ConfigError
 
 Tree = Any
-A, B = "lora_a", "lora_b"  # last names of the parameters
-PROJECTIONS = {  # target: modules of a block
+A, B = "lora_a", "lora_b"  # last names of the parameters in their paths
+PROJECTIONS = {  # target: names of its linear map in a block
     "q": ("attention", "query"),
     "k": ("attention", "key"),
     "v": ("attention", "value"),
@@ -25,16 +26,21 @@ PROJECTIONS = {  # target: modules of a block
     "up": ("mlp", "up"),
     "down": ("mlp", "down"),
 }
-ADAPTERS_KEY = 0x10A  # keeps other draws as without adapters
+ADAPTERS_KEY = 0x10A  # number folded into a layer's key, so that adapters do not change other draws
 
 
 @dataclass(frozen=True)
 class Lora:
     """Adapters of a transformer's blocks.
 
-    rank: numbers between A and B. alpha: the adapters' part is multiplied by alpha/rank. targets:
-    the adapted linear maps, of q, k, v, o, gate, up, down; None: all of the blocks. dropout: rate
-    of dropped entries of an adapter's input, in training. ConfigError for another name or rate.
+    Attributes:
+        rank: Width between A and B.
+        alpha: The adapter's part is multiplied by alpha/rank.
+        targets: The adapted linear maps, from q, k, v, o, gate, up, down; None: all of a block.
+        dropout: Rate of dropped entries of an adapter's input in training, 0 <= rate < 1.
+
+    Raises:
+        ConfigError: A target or the rate is invalid.
     """
 
     rank: int = 16
@@ -46,11 +52,11 @@ class Lora:
         unknown = [name for name in self.targets or () if name not in PROJECTIONS]
         if unknown:
             raise ConfigError(
-                f"{unknown[0]} in lora_targets is no linear map of a block. They are "
+                f"{unknown[0]} in lora_targets is not a linear map of a block. Choose from "
                 f"{', '.join(PROJECTIONS)}."
             )
         if not 0 <= self.dropout < 1:
-            raise ConfigError(f"dropout={self.dropout} of adapters is no rate: 0 <= rate < 1.")
+            raise ConfigError(f"dropout={self.dropout} of adapters is invalid. Use 0 <= rate < 1.")
 
     @property
     def scale(self) -> float:
@@ -63,28 +69,29 @@ class Lora:
             if second not in layer.get(first, {}):
                 lack = f"MLP has no {second} matrix, as its activation is not gated"
                 if first not in layer:
-                    lack = "layers have experts, which take no adapters, in place of an MLP"
+                    lack = "layers have experts in place of an MLP, and experts take no adapters"
                 raise ConfigError(f"{name} in lora_targets: the model's {lack}. Leave it out.")
 
     def adapts(self, module: str) -> bool:
-        """Return whether the linear map of this name in a block has an adapter."""
+        """Return whether a block's linear map of this name has an adapter."""
         return self.targets is None or any(PROJECTIONS[name][1] == module for name in self.targets)
 
 
 def adapted_part(
     params: Mapping[str, jax.Array], x_MD: jax.Array, scale: float, columns: Callable
 ) -> jax.Array:
-    """Return the adapter's part of a linear map; columns: from B to its requested columns.
+    """Return the adapter's part of a linear map's output. columns: see `Block._linear`.
 
-    Forwards keep results of products without a batch dim (remat=none). This result is as large as
-    the linear map's and cheap to remake from x @ A, so it gets a batch dim.
+    With remat=none, forwards keep the results of products without a batch dim. This result is as
+    large as the linear map's and cheap to recompute from x @ A. The product with B therefore gets a
+    batch dim of 1, so that it is not kept.
     """
     low, b = x_MD @ params[A] * scale, columns(params[B])
     return jax.lax.dot_general(low[None], b[None], (((2,), (1,)), ((0,), (0,))))[0]
 
 
 def with_adapters(layer: Tree, lora: Lora, key: jax.Array) -> Tree:
-    """Return the parameters of a layer with initial adapters."""
+    """Return a layer's parameters with initial adapters added to its target linear maps."""
     lora.check_present(layer)
     key, layer = jax.random.fold_in(key, ADAPTERS_KEY), dict(layer)
     for number, (first, second) in enumerate(PROJECTIONS.values()):
@@ -100,7 +107,7 @@ def with_adapters(layer: Tree, lora: Lora, key: jax.Array) -> Tree:
 
 
 def are_adapters(layer: Tree) -> Tree:
-    """Return for each parameter of a layer whether it is an adapter's."""
+    """Return a flag for each parameter of a layer: whether it belongs to an adapter."""
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in (A, B), layer)
 
 
@@ -126,7 +133,7 @@ def without_adapters(params: Tree) -> Tree:
 
 
 def with_base(params: Tree, base: Tree) -> Tree:
-    """Return a model's parameters with those of `base`, the same model without adapters."""
+    """Return the adapters of `params`, with all other parameters from `base`."""
     if not isinstance(params, Mapping):
         return base
     pick = lambda name, part: with_base(part, base[name]) if name in base else part  # noqa: E731
@@ -134,7 +141,7 @@ def with_base(params: Tree, base: Tree) -> Tree:
 
 
 def merged(params: Tree, scale: float) -> Tree:
-    """Return the parameters without adapters: each W + scale * A B, rounded once."""
+    """Return the parameters with adapters merged: W + scale * A B, rounded once."""
     if not isinstance(params, Mapping):
         return params
     found = {name: merged(part, scale) for name, part in params.items() if name not in (A, B)}

@@ -21,11 +21,12 @@ def mlp(
     dtype: jnp.dtype,
     dropout: float = 0.0,
 ) -> Stack:
-    """Return the stack activation(x W + b), num_layers times, between two linear maps.
+    """Return a multi-layer perceptron: embedding and layers activation(x W + b), a linear head.
 
-    For regression: inputs [B, input_dim], targets [B, target_dim], floating; x: [B, d_model].
-    dropout: of layers' outputs. activation: of ACTIVATIONS. The loss is the squared error, one a
-    target value, in at least float32. dtype: of the parameters, drawn by He et al. (2015).
+    inputs [B, input_dim] and targets [B, target_dim] are floating; x is [B, d_model]. The losses
+    are the squared errors of all target values, in at least float32.
+    activation: a name in ACTIVATIONS. dropout: rate of dropped entries of a layer's output. dtype:
+    dtype of the parameters, which are initialized by He et al. (2015).
     """
     act = ACTIVATIONS[activation]
 

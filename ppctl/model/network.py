@@ -5,8 +5,9 @@
         x = ppctl.stage_boundary(x)
         return x @ params["last"]
 
-Work before a mark belongs to the layers before it, work after it to later layers, in the order in
-which Python runs the function. Source: Alpa (Zheng et al. 2022, OSDI), mark_pipeline_boundary.
+Operations before a boundary, in the order of Python's execution, belong to the layers before it;
+operations after it belong to later layers. Source: Alpa (Zheng et al. 2022, OSDI),
+mark_pipeline_boundary.
 """
 
 from collections.abc import Callable
@@ -17,25 +18,29 @@ import jax
 
 Tree = Any  # a pytree of arrays
 T = TypeVar("T")
-MARK = "ppctl_stage_boundary"  # the name of a call in a traced program
+MARK = "ppctl_stage_boundary"  # name of a boundary's call in a traced program
 
 
 @dataclass(frozen=True)
 class Network:
     """A model as three pure functions on pytrees, which ppctl traces and cuts into layers.
 
-    init(key) -> params: any tree of floating arrays, from a `jax.random.key`.
-    apply(params, inputs) -> outputs: inputs [examples, ...] or a dict of such arrays, outputs any
-    tree; for any number of examples, each computed by itself, so that microbatches equal the whole
-    batch. If it names a parameter `key`, it gets a random key for each example in training, as
-    layers of a `Stack` do (the same in all its layers), and None otherwise.
-    loss(outputs, targets) -> (sum of losses, number of losses): scalars, summed in at least
-    float32; the training loss is sum / number over the global batch.
-    mixes_examples, trainable: as in `StackOptions`.
-
     Layers end at each `stage_boundary` that apply calls, or where ppctl balances their work
-    (`layers=8` of `ppctl.pipeline`, model.layers=auto). Cutting is a ConfigError if two layers use
-    a parameter, integers cross a boundary, or crossing values do not grow with the examples.
+    (`layers=8` of `ppctl.pipeline`, model.layers=auto).
+
+    Attributes:
+        init: (key) -> params: any tree of floating arrays; the key is a `jax.random.key`.
+        apply: (params, inputs) -> outputs, any tree. inputs: an array [examples, ...] or a dict of
+            such arrays. It takes any number of examples and computes each independently, so that
+            microbatches give the results of the whole batch. A parameter `key` gets one random key
+            for each example in training, the same in all layers, and None otherwise.
+        loss: (outputs, targets) -> (sum of losses, number of losses): scalars, summed in at least
+            float32. The training loss is sum / number over the global batch.
+        mixes_examples, trainable: As in `StackOptions`.
+
+    Raises:
+        ConfigError: When ppctl cuts it: two layers use the same parameter, integers cross a
+            boundary, or the size of a crossing value does not grow with the examples.
     """
 
     init: Callable[[jax.Array], Tree]
@@ -46,10 +51,14 @@ class Network:
 
 
 def stage_boundary(x: T) -> T:
-    """Return x, an array or a tree of arrays, unchanged, and end a layer here.
+    """Return x, an array or a tree of arrays, unchanged, and end a layer at this point.
 
-    For the `apply` of a `Network`, which must use the returned value. In a scan, a branch or a
-    custom derivative, cutting raises a ConfigError; outside of a network it does nothing.
+    For the `apply` of a `Network`, which must use the returned value. Outside of a network it does
+    nothing.
+
+    Raises:
+        ConfigError: When ppctl cuts a network that calls it in a scan, a branch or a custom
+            derivative.
 
     >>> float(stage_boundary({"x": 2.0})["x"])
     2.0

@@ -1,8 +1,8 @@
 """Random keys of examples, layers and tokens, and dropout drawn with them.
 
-A key is a function of seed, step, example of the global batch, layer and position of a token, never
-of the layout: a recomputed forward draws the same again. Keys are Threefry's, whatever JAX's
-default is. Source: dropout, Srivastava et al. 2014.
+A key depends on the seed, the step, the example's index in the global batch, the layer and the
+token's position, never on the layout. So every layout, and a recomputed forward, draws the same
+numbers. Keys are always Threefry's, not JAX's default. Source: dropout, Srivastava et al. 2014.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,9 +18,9 @@ from ppctl.errors import ConfigError
 from ppctl.model.parallel import folded_keys, token_keys
 
 Tree = Any
-KIND, SIZE = "threefry2x32", 2  # of keys, and the uint32 of one
-SEED, KEYS = "seed_key", "keys"  # in a batch: the key of a seed, those of examples in a step
-DRAWS = 0x9E3779B9  # keeps keys of a step from those of initial parameters
+KIND, SIZE = "threefry2x32", 2  # implementation of keys, and number of uint32 a key
+SEED, KEYS = "seed_key", "keys"  # entries of a batch: the seed's key, or the keys of its examples
+DRAWS = 0x9E3779B9  # number folded into the keys of steps, unlike those of initial parameters
 
 
 @lru_cache(1024)
@@ -29,9 +29,9 @@ def names_key(function: Callable) -> bool:
     return "key" in signature(function).parameters
 
 
-@lru_cache(1024)  # programs are kept by the identity of functions
+@lru_cache(1024)  # same function object each time, as compiled programs are cached by it
 def without_key(layer: Callable) -> Callable:
-    """Return a layer as it is in evaluations: with None for its key, if it names one."""
+    """Return a layer as a function (w, x) for evaluations, with key=None if it takes a key."""
     return (lambda w, x: layer(w, x, key=None)) if names_key(layer) else layer
 
 
@@ -50,13 +50,13 @@ def wrapped(data: Any) -> jax.Array:
 
 
 def example_keys(seed_key: jax.Array, step: jax.Array, first: Any, number: int) -> jax.Array:
-    """Return the keys, as data [number, 2], of a step's examples from `first` of the batch on."""
+    """Return the key data [number, 2] of a batch's examples first, first + 1, ... in a step."""
     of_step = jax.random.fold_in(jax.random.fold_in(wrapped(seed_key), DRAWS), step)
     return jax.random.key_data(folded_keys(of_step, first + jnp.arange(number)))
 
 
 def with_example_keys(batch: Mapping[str, Any], step: jax.Array) -> dict[str, Any]:
-    """Return a global batch with the keys of its examples in place of the key of the seed."""
+    """Return a global batch with its seed key, if any, replaced by the keys of its examples."""
     rest = {name: part for name, part in batch.items() if name != SEED}
     if SEED not in batch:
         return rest
@@ -65,19 +65,32 @@ def with_example_keys(batch: Mapping[str, Any], step: jax.Array) -> dict[str, An
 
 
 def layer_keys(keys: jax.Array, layers: jax.Array) -> jax.Array:
-    """Return [..., examples, 2], the keys of layers by number [...], from those of examples."""
+    """Return the key data [..., examples, 2] of layers; layers: their indices in the model, [...].
+
+    keys: key data of the examples, [examples, 2].
+    """
     return jax.random.key_data(folded_keys(wrapped(keys), layers[..., None]))
 
 
 def dropout(key: jax.Array | None, x: jax.Array, rate: float, *, draw: int = 0) -> jax.Array:
-    """Return x with each entry 0 with probability `rate`, and divided by 1 - rate otherwise.
+    """Return x with each entry set to 0 with probability `rate`, else divided by 1 - rate.
 
-    key: of a layer, a key for each example [examples], or for each token [examples, tokens] from
-    `ppctl.parallel.token_keys`, where devices divide a sequence; None, as in evaluations: x. draw:
-    the number of a draw among those of a layer. ConfigError for a rate outside of 0 <= rate < 1.
+    Args:
+        key: A layer's key for each example, [examples]. If devices divide a sequence: a key for
+            each token, [examples, tokens], from `ppctl.parallel.token_keys`. None, as in
+            evaluations: x is returned unchanged.
+        x: An activation, [examples, ...].
+        rate: Probability of a 0.
+        draw: Index of this draw in the layer; draws with the same index drop the same entries.
+
+    Raises:
+        ConfigError: The rate is outside of 0 <= rate < 1.
+
+    References:
+        Srivastava et al. 2014.
     """
     if not 0 <= rate < 1:
-        raise ConfigError(f"dropout has rate={rate}, and rates are 0 <= rate < 1.")
+        raise ConfigError(f"dropout has rate={rate}. Use 0 <= rate < 1.")
     if key is None or rate == 0:
         return x
     if key.ndim == 1 and x.ndim > 2:
@@ -86,12 +99,12 @@ def dropout(key: jax.Array | None, x: jax.Array, rate: float, *, draw: int = 0) 
 
 
 def kept_entries(keys: jax.Array, shape: tuple[int, ...], rate: float, draw: int) -> jax.Array:
-    """Return whether entries are kept, bool [*keys.shape, *shape]; draw: its number of a layer."""
+    """Return the mask of kept entries, bool [*keys.shape, *shape]; draw: as in `dropout`."""
     flat = folded_keys(keys, draw).reshape(-1)
     bits = jax.vmap(lambda key: jax.random.bits(key, shape, jnp.uint32))(flat)
     return bits.reshape(*keys.shape, *shape) >= jnp.uint32(round(rate * 2**32))
 
 
 def dropped(x: jax.Array, is_kept: jax.Array, rate: float) -> jax.Array:
-    """Return x / (1 - rate) where it is kept, else 0."""
+    """Return x / (1 - rate) where `is_kept`, else 0."""
     return jnp.where(is_kept, x / (1 - rate), 0)

@@ -1,8 +1,8 @@
-"""The stack protocol: all that the executors know of a model.
+"""The stack protocol: the form of a model that the executors run.
 
-Parameters are {"embed_head": tree, "layers": tree}; every leaf of "layers" has a leading axis of
-length L in model order. Layers that differ, such as the parts of a network, are padded to the
-largest.
+Parameters are {"embed_head": tree, "layers": tree}. Every leaf of "layers" has a leading axis of
+length num_layers, in model order. Layers of different sizes, such as the parts of a network, are
+padded to the largest.
 """
 
 from __future__ import annotations
@@ -21,20 +21,23 @@ from ppctl.model.random_keys import key_of_seed, names_key, without_key, wrapped
 
 Tree = Any  # a pytree of arrays
 Layers = Callable[..., jax.Array] | tuple[Callable[..., jax.Array], ...]
-NO_DECAY = ("scale", "bias")  # last names of parameters that no optimizer decays: norms and biases
+NO_DECAY = ("scale", "bias")  # last names of parameters without weight decay: norms and biases
 
 
 class VocabularyParts(NamedTuple):
-    """A pipeline rank's functions for its part of a vocabulary; `part`, int32 scalar: its number.
+    """A pipeline rank's functions for its part of a vocabulary that the ranks divide.
 
-    They send nothing to other ranks: the executors do.
+    `part` is the index of the part, an int32 scalar. The functions do not communicate with other
+    ranks; the executors do.
 
-    embed(embed_head, inputs, part) -> x: a summand of the first layer's input. log_sums(embed_head,
-    y, part) -> (sums, kept): logarithms of the sums of exponentials of the part's logits, [tokens],
-    and other values for `head`; y is the output of the last layer.
-    head(embed_head, y, targets, log_sums, kept, part) -> (sum of losses, number of losses):
-    summands of the results of `Stack.head`; log_sums are over all parts. Its gradients are those of
-    the whole loss: this part's of `embed_head`, a summand of y's.
+    Attributes:
+        embed: (embed_head, inputs, part) -> this part's summand of the first layer's input.
+        log_sums: (embed_head, y, part) -> (sums, kept). y is the last layer's output. sums
+            [tokens]: logarithms of the sums of exponentials of the part's logits. kept: other
+            values for `head`.
+        head: (embed_head, y, targets, log_sums, kept, part) -> (sum of losses, number of losses),
+            both summands of the results of `Stack.head`. log_sums are over all parts. The gradients
+            are those of the whole loss: for this part of `embed_head`, and a summand of y's.
     """
 
     embed: Callable[[Tree, jax.Array, jax.Array], jax.Array]
@@ -44,17 +47,17 @@ class VocabularyParts(NamedTuple):
 
 @dataclass(frozen=True)
 class DividedStack:
-    """A `Stack` as one device of a stage that is divided over axes, such as tp and cp, computes it.
+    """The functions of a `Stack` on one device of a stage that is divided over axes (tp, cp, ...).
 
-    Its functions take this device's shards of parameters, communicate as `ppctl.parallel` says, and
-    return summands: a loss is the sum over devices of what each returns. x is this device's part.
+    They take this device's shards of parameters, and communicate by the rule of `ppctl.parallel`:
+    results are summands, so a loss is the sum of the devices' results. x is this device's part.
 
-    embed, layer, head: as in `Stack`, with parts not called.
-    sharding: the PartitionSpec of each parameter (of one layer), like the parameters' tree: in one
-    dim tp, or other axes inside a stage; one, or None, may stand for a subtree. With parts, tp in
-    embed_head also means the ranks of the pipeline.
-    parts: the functions of a rank's part of embedding and head, where `axes.vocab_parts` is above
-    0. None: unsupported.
+    Attributes:
+        embed, layer, head: As in `Stack`. With `parts`, embed and head are not called.
+        sharding: A tree like the parameters' (of one layer) with the PartitionSpec of each: one dim
+            over tp, or over other axes inside a stage. One spec, or None, may stand for a subtree.
+            With `parts`, tp in embed_head also means the ranks of the pipeline.
+        parts: A rank's functions if `axes.vocab_parts` is above 0. None: unsupported.
     """
 
     embed: Callable[[Tree, Tree], jax.Array]
@@ -66,32 +69,36 @@ class DividedStack:
 
 @dataclass(frozen=True)
 class StackOptions:
-    """All that a `Stack` may have besides its functions.
+    """Options of a `Stack` besides its functions.
 
-    outputs(embed_head, x) -> tree: the head's predictions before the loss, such as logits.
-    trainable: whether parameters are trained: booleans like the parameters' tree (of one layer);
-    one may stand for a subtree; True: all. Frozen parameters have no gradients, no optimizer state
-    and no work in W.
-    updates: functions (parameter, counts) -> next parameter, by the names of a layer's parameters,
-    joined by "/", of which layers `ppctl.report` counts: after each step, for a layer, with counts
-    summed over the global batch. No gradient, norm, decay or optimizer touches these.
-    used_layers: how many layers compute with a part of their parameters, by its first name or by
-    all names joined by "/"; without an entry: all. The others have zeros there, which no number of
-    parameters counts.
-    mixes_examples: None: a run tests on a few examples whether the loss of one depends on others,
-    and refuses such a model, since microbatches change it. True: intended. False: known not to.
-    check_batch(inputs, targets): raises ConfigError for a batch whose values the model does not
-    take, such as ids out of range: NumPy arrays, or other arrays and shapes, of which it looks at
-    the dtypes only. targets: None of a prediction.
-    divided(axes) -> DividedStack: the same model as one device of a divided stage computes it.
-    ConfigError for sizes that do not fit. None: cannot be divided so.
-    sharding: without `divided`: the PartitionSpecs over tp, as in `DividedStack`, by which XLA
-    divides the functions of whole arrays.
-    on_device(device) -> Stack: the same model with the kernels of another device, attached or only
-    described, for predictions.
-    counted(imbalance) -> Stack: the same model with products whose sizes depend on data as one
-    equation each, for predictions; imbalance: work of the most loaded device, over the mean.
-    network: ppctl's own, of a cut `Network`: its cut, and the packing of its layers.
+    Attributes:
+        outputs: (embed_head, x) -> tree: the head's predictions before the loss, such as logits.
+        trainable: A tree of booleans like the parameters' (of one layer): whether each is trained.
+            One boolean may stand for a subtree; True: all. Frozen parameters have no gradients, no
+            optimizer state and no weight-gradient work.
+        updates: {name: (parameter, counts) -> next parameter} for the parameters of a layer that it
+            passes to `ppctl.report`. A name is the parameter's path joined by "/". Each function
+            runs after a step, for one layer, with counts summed over the global batch. These
+            parameters have no gradient, and no norm, decay or optimizer includes them.
+        used_layers: The number of layers that compute with a part of the parameters, by the part's
+            first name or by its path joined by "/"; without an entry: all layers. The other layers
+            have zeros for the part, and numbers of parameters leave these out.
+        mixes_examples: Whether the loss of an example depends on other examples. True: intended.
+            False: it does not. None: unknown; a run tests it on a few examples, and refuses a model
+            that mixes them, since microbatches would change its loss.
+        check_batch: (inputs, targets) -> None. Raises ConfigError for unsupported values, such as
+            ids out of range. It checks the values of NumPy arrays, and only the dtypes of other
+            arrays and shapes. targets: None in predictions.
+        divided: (axes) -> `DividedStack`: the functions on one device of a divided stage.
+            ConfigError for sizes that do not fit. None: unsupported.
+        sharding: Without `divided`: the PartitionSpecs over tp, as in `DividedStack`; XLA divides
+            the functions of whole arrays by them.
+        on_device: (device) -> Stack: the same model with the kernels of another device, attached or
+            only described, for predictions.
+        counted: (imbalance) -> Stack: the same model for predictions. In it, a product whose size
+            depends on data is one equation. imbalance: work of the most loaded device relative to
+            the mean.
+        network: Internal: the cut of a `Network`, and the packing of its layers.
     """
 
     outputs: Callable[[Tree, jax.Array], Tree] | None = None
@@ -111,23 +118,24 @@ class StackOptions:
 class Stack:
     """A model as pure functions on pytrees: an embedding, `num_layers` layers, a head.
 
-    x is the activation between layers, [batch, ...]; its shape and dtype never change from layer to
-    layer.
+    x is the activation between layers, [batch, ...]; all layers keep its shape and dtype. A run
+    checks the shapes of the functions against each other; a misfit is a ConfigError.
 
-    init_embed_head(key) -> embed_head: parameters of embedding and head.
-    init_layer(key, l) -> layer: those of layer l, of the same shapes for every l; drawn with the
-    key, or given, such as pretrained ones. l is traced: `jnp.asarray(weights)[l]`, not
-    `weights[l]`.
-    embed(embed_head, inputs) -> x: of one microbatch, inputs [batch, ...] or a dict of such arrays,
-    without mixing examples.
-    layer(layer, x) -> x: one function for all layers, or a tuple with one for each. A layer that
-    names a parameter `key` gets a random key for each example, [batch], in training (a function of
-    seed, step, layer and example, whatever the layout), and None otherwise: `ppctl.dropout`.
-    head(embed_head, x, targets) -> (sum of losses, number of losses): scalars, summed in at least
-    float32; the training loss is sum / number over the global batch.
-    options: everything else.
-
-    A run checks the functions against each other by shapes; misfits are a ConfigError.
+    Attributes:
+        num_layers: Number of layers.
+        init_embed_head: (key) -> embed_head: parameters of embedding and head.
+        init_layer: (key, l) -> layer: parameters of layer l, with the same shapes for every l;
+            drawn with the key, or existing ones, such as pretrained ones. l is traced:
+            `jnp.asarray(weights)[l]`, not `weights[l]`.
+        embed: (embed_head, inputs) -> x of one microbatch, without mixing examples. inputs: an
+            array [batch, ...] or a dict of such arrays.
+        layer: (layer, x) -> x: one function for all layers, or a tuple with one for each. A layer
+            with a parameter `key` gets a random key for each example, [batch], in training, and
+            None otherwise (see `ppctl.dropout`). The key depends on seed, step, layer and example,
+            never on the layout.
+        head: (embed_head, x, targets) -> (sum of losses, number of losses): scalars, summed in at
+            least float32. The training loss is sum / number over the global batch.
+        options: Everything else.
     """
 
     num_layers: int
@@ -139,16 +147,16 @@ class Stack:
     options: StackOptions = field(default=StackOptions(), compare=False)
 
     def with_options(self, **changes: Any) -> Stack:
-        """Return the same model with other `StackOptions`, by their names."""
+        """Return the same model with these `StackOptions` replaced."""
         return replace(self, options=replace(self.options, **changes))
 
     @cached_property
     def param_shapes(self) -> Tree:
-        """The shapes of the parameters that `init` returns."""
+        """Return the shapes of the parameters that `init` returns."""
         return jax.eval_shape(lambda: init(self, 0))
 
     def counts(self, params: Tree) -> Tree:
-        """Return how many numbers each parameter has, without those that no layer computes with.
+        """Return the number of entries of each parameter, without those that no layer uses.
 
         params: all parameters, or their shapes.
         """
@@ -164,11 +172,11 @@ class Stack:
         return jax.tree_util.tree_map_with_path(count, params)
 
     def counted(self, imbalance: float = 1.0) -> Stack:
-        """Return the model as predictions trace it: see `StackOptions.counted`."""
+        """Return the form of the model for predictions: see `StackOptions.counted`."""
         return self if self.options.counted is None else self.options.counted(imbalance)
 
     def in_shards(self, divided: DividedStack) -> Stack:
-        """Return the model for programs of one device, whose functions take its shards."""
+        """Return the model with the functions of one device, which take the device's shards."""
         return replace(self, embed=divided.embed, layer=divided.layer, head=divided.head)
 
     def trains(self, part: str) -> Tree:
@@ -178,28 +186,28 @@ class Stack:
 
     @property
     def takes_key(self) -> bool:
-        """Whether a layer names a parameter `key`."""
+        """Return whether a layer has a parameter `key`."""
         return any(map(names_key, self.layer if isinstance(self.layer, tuple) else (self.layer,)))
 
     @property
     def are_alike(self) -> bool:
-        """Whether all layers are the same function."""
+        """Return whether all layers are the same function."""
         return not isinstance(self.layer, tuple)
 
     def without_keys(self) -> Stack:
-        """Return the same model with layers as in evaluations."""
+        """Return the same model with its layers as in evaluations, without keys."""
         if not self.takes_key:
             return self
         functions = tuple(map(self.layer_of, range(self.num_layers)))
         return replace(self, layer=functions[0] if self.are_alike else functions)
 
     def layer_of(self, l: int) -> Callable[[Tree, jax.Array], jax.Array]:
-        """Return the function of layer l, as in evaluations."""
+        """Return the function (w, x) of layer l as in evaluations, without a key."""
         return without_key(self.layer[l] if isinstance(self.layer, tuple) else self.layer)
 
 
 def over_ranks(parts: VocabularyParts) -> tuple[Callable, Callable]:
-    """Return (embed, head) for programs in which all ranks, axis pp, meet for them."""
+    """Return (embed, head) for one program that runs them on all ranks along axis pp."""
 
     def embed(embed_head: Tree, inputs: jax.Array) -> jax.Array:
         return parts.embed(embed_head, inputs, jax.lax.axis_index("pp"))
@@ -214,7 +222,7 @@ def over_ranks(parts: VocabularyParts) -> tuple[Callable, Callable]:
 
 
 def log_sums_of_parts(sums: jax.Array) -> jax.Array:
-    """Return the log sums over all parts, [tokens], from those of each, [parts, tokens]."""
+    """Return the log sums over all parts, [tokens], given those of each part, [parts, tokens]."""
     return jax.nn.logsumexp(sums, axis=0)
 
 
@@ -224,22 +232,22 @@ def num_examples(inputs: Tree) -> int:
 
 
 def divisor(number: Tree) -> jax.Array:
-    """Return the divisor of sums over `number` losses for their mean: 1 for 0.
+    """Return the divisor that turns a sum of losses into their mean: their number, or 1 for 0.
 
-    So a batch without targets, such as of prompts only, has loss 0 and gradient 0. number: of
-    losses, or that of a head with metrics: {"number", name: (weighted sum of values, of weights)}.
+    So a batch without targets, such as one of prompts only, has loss 0 and gradient 0. number: the
+    number of losses, or with metrics {"number", name: (weighted sum of values, sum of weights)}.
     """
     number = number_of(number)
     return jnp.where(number == 0, 1, number)
 
 
 def number_of(number: Tree) -> jax.Array:
-    """Return the number of losses, also from that of a head with metrics."""
+    """Return the number of losses, given a head's second result, with or without metrics."""
     return number["number"] if isinstance(number, dict) else number
 
 
 def metric_means(number: Tree) -> dict[str, jax.Array]:
-    """Return the mean of each metric that a head counts next to the number of losses."""
+    """Return the mean of each metric, if any, in a head's second result (see `divisor`)."""
     sums = number if isinstance(number, dict) else {}
     return {name: a[0] / divisor(a[1]) for name, a in sums.items() if name != "number"}
 
@@ -247,8 +255,7 @@ def metric_means(number: Tree) -> dict[str, jax.Array]:
 def init(stack: Stack, seed: int) -> Tree:
     """Return initial parameters {"embed_head", "layers"}; leaves of "layers" are [num_layers, ...].
 
-    Layer l's weights depend on the seed and on l only, never on the number of layers or on the
-    layout.
+    Layer l's parameters depend only on the seed and l, not on the number of layers or the layout.
     """
     if stack.options.network is not None:
         return stack.options.network.initial(wrapped(key_of_seed(seed)))

@@ -1,7 +1,8 @@
-"""The trained parameters of a model: trees with None for all frozen ones.
+"""The trained parameters of a model: trees with None for frozen parameters.
 
-A frozen parameter is an argument like any other, without differentiation. So it has no gradient, no
-sum of gradients, no optimizer state and no work in W; trees of these have None in its place.
+A frozen parameter is an argument like any other, but is not differentiated. So it has no gradient,
+no sum of gradients, no optimizer state and no weight-gradient work. Trees of gradients and of
+optimizer state have None in its place.
 """
 
 import math
@@ -17,21 +18,21 @@ Tree = Any
 def trained_part(tree: Tree, trainable: Tree) -> Tree:
     """Return a tree with None for every frozen leaf.
 
-    trainable: booleans like the tree; one may stand for a subtree.
+    trainable: a tree of booleans like the tree; one boolean may stand for a subtree.
 
     >>> trained_part({"w": 1, "b": {"x": 2, "y": 3}}, {"w": False, "b": True})
     {'b': {'x': 2, 'y': 3}, 'w': None}
     """
     if trainable is True:
         return tree
-    is_none = lambda a: a is None  # noqa: E731  frozen already, or held elsewhere
+    is_none = lambda a: a is None  # noqa: E731  frozen already, or on another device
     nothing = lambda part: jax.tree.map(lambda _: None, part, is_leaf=is_none)  # noqa: E731
     keep = lambda is_trained, part: part if is_trained else nothing(part)  # noqa: E731
     return jax.tree.map(keep, trainable, tree)
 
 
 def with_trained(part: Tree, whole: Tree) -> Tree:
-    """Return `whole` with the leaves of a trained part in their places.
+    """Return `whole` with its trained leaves replaced by those of `part`.
 
     >>> with_trained({"w": None, "b": 5}, {"w": 1, "b": 2})
     {'b': 5, 'w': 1}
@@ -40,7 +41,7 @@ def with_trained(part: Tree, whole: Tree) -> Tree:
 
 
 def trained_flags(tree: Tree, trainable: Tree) -> tuple[bool, ...]:
-    """Return for each leaf of a tree whether it is trained."""
+    """Return a flag for each leaf of a tree: whether it is trained."""
     spread = lambda is_trained, part: jax.tree.map(lambda _: is_trained, part)  # noqa: E731
     return tuple(jax.tree.leaves(jax.tree.map(spread, trainable, tree)))
 
@@ -48,7 +49,7 @@ def trained_flags(tree: Tree, trainable: Tree) -> tuple[bool, ...]:
 def trained_share(layers: Tree, trainable: Tree) -> float:
     """Return the trained share, 0..1, of the weights of stacked layers: the share of W's work.
 
-    Weights are the matrices, whose gradients are products. trainable: of one layer.
+    Only matrices count, as their gradients are matrix products. trainable: flags of one layer.
 
     >>> of = lambda *shape: jax.ShapeDtypeStruct(shape, "float32")
     >>> layers = {"w": of(2, 4, 4), "a": of(2, 4, 1)}
@@ -65,18 +66,18 @@ def trained_share(layers: Tree, trainable: Tree) -> float:
 
 
 def checked_flags(params: Tree, trainable: Tree) -> tuple[bool, ...]:
-    """Return `trained_flags`. ConfigError if the trees differ, or nothing is trained."""
+    """Return `trained_flags`. ConfigError if the trees differ, or all parameters are frozen."""
     try:
         flags = trained_flags(params, trainable)
     except ValueError as error:
         given, expected = map(jax.tree.structure, (trainable, params))
         raise ConfigError(
-            f"trainable is no tree of booleans like that of the parameters: it is {given}, they "
-            f"are {expected}. Give each parameter True or False; one may stand for all below it."
+            f"trainable differs from the tree of the parameters: it is {given}, they are "
+            f"{expected}. Give each parameter True or False; one boolean may stand for a subtree."
         ) from error
     other = next((flag for flag in flags if not isinstance(flag, bool)), None)
     if other is not None:
-        raise ConfigError(f"trainable has {other!r}; of each parameter it must be True or False.")
+        raise ConfigError(f"trainable has {other!r}. Give each parameter True or False.")
     if not any(flags):
-        raise ConfigError("trainable leaves no parameter to train. Set it True for some.")
+        raise ConfigError("trainable leaves no parameter to train. Set it to True for some.")
     return flags

@@ -1,14 +1,16 @@
 """Decoder-only transformer on the stack protocol.
 
-Models: Llama 2 and 3, Qwen 2, 2.5 and 3, Mistral, SmolLM 2, Gemma 2 and 3; of mixtures Mixtral,
-OLMoE, Qwen 2 and 3, GLM 4.5.
+Models: Llama 2 and 3, Qwen 2, 2.5 and 3, Mistral, SmolLM 2, Gemma 2 and 3; mixtures of experts:
+Mixtral, OLMoE, Qwen 2 and 3, GLM 4.5.
 
-Documents packed into a sequence: inputs write the first token of a document as its complement, ~id.
-Layers see only activations, so the embedding appends the starts as ceil(T / D) more rows of zeros
-and ones, one for each of T tokens: exact in any dtype, and carried wherever activations are sent,
-kept or recomputed. Positions need not start anew: rotary ones count by differences.
+A sequence may hold several packed documents. Inputs mark the first token of a document by its
+complement, ~id. Layers see only activations, so the embedding appends ceil(T / D) rows of document
+starts to them: 1 for a first token, 0 for each other of the T tokens. These rows are exact in any
+dtype, and are sent, kept and recomputed with the activations. Positions need not restart in each
+document, since rotary attention depends only on their differences.
 
-Shape suffixes: B batch, T tokens, M = B*T, D d_model, V vocabulary, R a device's rows, E of starts.
+Shape suffixes: B batch, T tokens, M = B*T, D d_model, V vocabulary, R a device's rows of tokens, E
+rows of document starts.
 """
 
 from collections.abc import Callable
@@ -53,7 +55,7 @@ EMBED_STD = 0.02
 def transformer(
     *,
     dtype: jnp.dtype,
-    mix: Mix = partial(attention, "auto", None),  # noqa: B008 of no arrays
+    mix: Mix = partial(attention, "auto", None),  # noqa: B008 no arrays
     rotate: Rotate = rotate,
     packed: bool = False,
     device: Any = None,
@@ -61,17 +63,23 @@ def transformer(
 ) -> Stack:
     """Return the stack of a language model: num_layers pre-norm blocks between embedding and head.
 
-    sizes: the fields of `Architecture`, each explained in `config.Transformer`; fields without a
-    default are needed. dtype: of the parameters. With `lora` blocks have adapters, and only these
-    are trained.
-    inputs and targets: int32 [B, T], tokens below vocab_size; x: [B, T, d_model]; any T. Targets
-    NO_TOKEN count neither in the sum of losses nor in their number.
-    packed: inputs may hold several documents; x has rows with their starts. Layers are one
-    function, or one for each kind if only some have the window, or experts.
-    mix: attention on a stage's axes; rotate: rotary positions. device: a target device, by which
-    kernels of experts are chosen; None: the first attached one.
-    The loss is cross-entropy in nats, one a token, in at least float32. Sizes that do not fit fail
-    in tracing, with the error of the operation; sizes that tp does not divide raise ConfigError.
+    inputs and targets are int32 [B, T], ids below vocab_size, for any T; x is [B, T, d_model]. The
+    loss is the cross-entropy of each token in nats, in at least float32. Tokens with target
+    NO_TOKEN are left out of the sum of losses and of their number. The layers are one function, or
+    a tuple of functions if their windows differ or only some have experts.
+
+    Args:
+        dtype: Dtype of the parameters.
+        mix: Attention on a stage's axes.
+        rotate: Rotary positions.
+        packed: Whether a sequence may hold several documents; x then has rows of their starts.
+        device: Target device, which selects kernels of experts; None: the first attached one.
+        sizes: The fields of `Architecture`, explained in `ppctl.config.Transformer`; those without
+            a default are required. With `lora`, blocks have adapters, and only these are trained.
+
+    Raises:
+        ConfigError: Heads, MLP widths or experts do not fit the mesh axes. Other misfits fail in
+            tracing, with the error of the operation.
     """
     sizes_of = Architecture(**sizes)
     sizes_of.check_divides(WHOLE)
@@ -80,7 +88,7 @@ def transformer(
 
 @dataclass(frozen=True, eq=False)
 class _Transformer:
-    """The functions of a transformer, as one device of a divided stage computes them."""
+    """The functions of a transformer on one device of a divided stage."""
 
     sizes: Architecture
     dtype: jnp.dtype
@@ -135,12 +143,12 @@ class _Transformer:
             return self._embed_ids(embed_head, own_tokens(inputs_BT, axes), part)
         ids_BT, is_first_BT = split_starts(inputs_BT)
         marks_BT = own_tokens(is_first_BT, axes)
-        if axes.vocab_parts:  # summands of ranks: marks count once
+        if axes.vocab_parts:  # ranks' results are summed: marks must count once
             marks_BT = marks_BT & (part == 0)
         return with_starts(self._embed_ids(embed_head, own_tokens(ids_BT, axes), part), marks_BT)
 
     def _embed_ids(self, embed_head: Tree, ids_BT: jax.Array, part: jax.Array | int) -> jax.Array:
-        """Return the embeddings of tokens, or a rank's summands, from a device's part of ids."""
+        """Return the embeddings of this device's tokens; with vocabulary parts, its summands."""
         axes, table_VD, scale = self.axes, embed_head["embedding"], self.sizes.scale_embedding
         if axes.parts(("pp", "tp")) == 1:
             x_BTD = table_VD[ids_BT]
@@ -154,7 +162,7 @@ class _Transformer:
         return x_BTD * jnp.asarray(self.sizes.d_model**0.5, x_BTD.dtype) if scale else x_BTD
 
     def check_batch(self, inputs_BT: Any, targets_BT: Any) -> None:
-        """Raise ConfigError for what are not token ids; values are those of NumPy's arrays."""
+        """Raise ConfigError for dtypes, or values of NumPy arrays, that are not token ids."""
         size = self.sizes.vocab_size
         lowest = {"inputs": -size if self.packed else 0, "targets": NO_TOKEN}
         for name, ids_BT in (("inputs", inputs_BT), ("targets", targets_BT)):
@@ -173,11 +181,11 @@ class _Transformer:
                 )
 
     def divided(self, axes: StageAxes) -> DividedStack:
-        """Return the functions of one device of a stage that is divided over axes."""
+        """Return the functions on one device of a stage that is divided over axes."""
         if self.packed and axes.cp > 1:
             raise ConfigError(
-                f"{setting('mesh.cp', axes.cp)} divides a sequence over devices, but with packed "
-                "documents attention stays within each, which no kernel does across devices. Use "
+                f"{setting('mesh.cp', axes.cp)} divides a sequence over devices, and no attention "
+                "kernel keeps packed documents apart across devices. Use "
                 f"{setting('mesh.cp', 1)}, or {setting('data.packing', 'false', 'packed=False')}."
             )
         self.sizes.check_divides(axes)
@@ -192,7 +200,7 @@ class _Transformer:
     # layers
 
     def layers(self) -> Layers:
-        """Return the function of all layers, or one for each if only some have the window."""
+        """Return the function of all layers, or a tuple if their windows or experts differ."""
         windows = self.sizes.windows or (None,) * self.sizes.num_layers
         kinds = [*zip(windows, self.sizes.has_experts, strict=True)]
         function_of = {kind: self.layer(*kind) for kind in dict.fromkeys(kinds)}
@@ -202,7 +210,7 @@ class _Transformer:
     def layer(
         self, window: int | None, has_experts: bool
     ) -> Callable[[Tree, jax.Array], jax.Array]:
-        """Return the function of a layer."""
+        """Return the function of the layers with this window, and with or without experts."""
         sizes, axes = self.sizes, self.axes
         rope = sizes.rope if window is None else sizes.local_rope or sizes.rope
         turn = partial(self.rotate, rope=rope, axes=axes)
@@ -245,22 +253,31 @@ class _Transformer:
     def head(
         self, embed_head: Tree, x_BTD: jax.Array, targets_BT: jax.Array, *known: Any
     ) -> tuple[jax.Array, jax.Array]:
-        """known: of a part, see `VocabularyParts`: log sums [M], logits [M, V] or None, number."""
+        """Return (sum of losses, number of losses). known: (log sums [M], kept logits, part).
+
+        known is given if pipeline ranks divide the vocabulary, see `VocabularyParts.head`.
+        """
         (x_MD, w), axes = self._normed(embed_head, x_BTD), self.axes
         targets_M = own_tokens(targets_BT, axes, fill=NO_TOKEN).reshape(-1)
         loss = cross_entropy(gather(x_MD, axes), w, targets_M, self._head, *known)
         number = on_first((targets_M != NO_TOKEN).sum().astype(loss.dtype), axes)
-        return loss, jnp.where(known[2] == 0, number, 0) if known else number  # it counts once
+        # ranks' numbers are summed, so only part 0 counts
+        return loss, jnp.where(known[2] == 0, number, 0) if known else number
 
     def part_sums(
         self, embed_head: Tree, x_BTD: jax.Array, part: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:
+        """Return (log sums [M] of a part's logits, the logits [M, V] or None)."""
         x_MD, w = self._normed(embed_head, x_BTD)
         return part_log_sums(gather(x_MD, self.axes), w, part, self._head)
 
 
 def _sharding(params: Tree, axes: StageAxes, sizes: Architecture) -> Tree:
-    """Return the PartitionSpecs over tp: columns, then rows; embedding and head by vocabulary."""
+    """Return the PartitionSpecs of parameters: experts over ep and tp, all others over tp.
+
+    tp divides the columns of the first matrices of attention and MLP, the rows of the last, and the
+    vocabulary of embedding and head.
+    """
     columns, rows = P(None, "tp"), P("tp")
     kv = columns if sizes.kv_heads >= axes.tp else P()
     of_module = {"query": columns, "key": kv, "value": kv, "out": rows}
@@ -275,7 +292,7 @@ def _sharding(params: Tree, axes: StageAxes, sizes: Architecture) -> Tree:
         if names[0] == "embed_head":
             return {"embedding": rows, "head": columns}.get(names[1], P())
         found = of_module.get(names[-2], P())
-        if names[-1] in (A, B):  # B of columns is divided, A of rows
+        if names[-1] in (A, B):  # tp divides B if it divides the columns of W, A if the rows
             return found if found == (columns if names[-1] == B else rows) else P()
         return found if names[-1] == "kernel" else P(*found[1:])
 
@@ -283,7 +300,7 @@ def _sharding(params: Tree, axes: StageAxes, sizes: Architecture) -> Tree:
 
 
 def _check_no_padding(num_tokens: int, axes: StageAxes) -> None:
-    """Raise ConfigError for sequences that need padding, which experts would compute."""
+    """Raise ConfigError for sequences that need padding, which experts would count as tokens."""
     padded = axes.padded(num_tokens)
     if padded != num_tokens:
         raise ConfigError(
@@ -296,7 +313,7 @@ def _check_no_padding(num_tokens: int, axes: StageAxes) -> None:
 
 
 def split_starts(inputs_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (token ids, whether each is the first of a document).
+    """Return (token ids, whether each token is the first of its document).
 
     >>> ids, is_first = split_starts(jnp.array([[5, ~7, 8]]))
     >>> ids.tolist(), is_first.tolist()
@@ -307,14 +324,16 @@ def split_starts(inputs_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def with_starts(x_BRD: jax.Array, is_first_BT: jax.Array) -> jax.Array:
-    """Return activations with the rows of document starts appended."""
+    """Return activations with rows of document starts appended."""
     (B, T), D = is_first_BT.shape, x_BRD.shape[-1]
     marks_BED = jnp.pad(is_first_BT, ((0, 0), (0, -T % D))).reshape(B, -1, D)
     return jnp.concatenate([x_BRD, marks_BED.astype(x_BRD.dtype)], axis=1)
 
 
 def num_rows(shape: tuple[int, ...], divided_by: int = 1) -> int:
-    """Return R of the shape of activations with such rows, for divided_by * R tokens.
+    """Return R, the number of token rows of a device, given the shape with rows of starts.
+
+    divided_by: number of devices that divide a sequence's rows: T = divided_by * R.
 
     >>> num_rows((2, 9, 4))  # 7 tokens and 2 rows
     7
@@ -326,6 +345,6 @@ def num_rows(shape: tuple[int, ...], divided_by: int = 1) -> int:
 
 
 def documents_of(marks_BED: jax.Array, num_tokens: int) -> jax.Array:
-    """Return the number of each token's document in its sequence, int32 [B, T]."""
+    """Return the index of each token's document in its sequence, int32 [B, T]."""
     is_first_BT = marks_BED.reshape(marks_BED.shape[0], -1)[:, :num_tokens]
     return jnp.cumsum(jax.lax.stop_gradient(is_first_BT) > 0.5, axis=1, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""The blocks of a transformer, as functions of their parameters.
+"""The residual blocks of a transformer, as functions of their parameters.
 
 Shape suffixes: B batch, T tokens, M = B*T, S tokens attended to, D d_model, N query heads, G kv
 heads, H width of a head. Matrix products are two-dimensional, [M, in] @ [in, out]: on CPU that is
@@ -49,7 +49,7 @@ def new_block(sizes: Architecture, draw: Draw) -> Params:
     if sizes.qk_norm or sizes.whole_qk_norm:
         widths = (sizes.num_heads * H, sizes.kv_heads * H) if sizes.whole_qk_norm else (H, H)
         attention |= {"query_norm": norm(widths[0]), "key_norm": norm(widths[1])}
-    # 2. the MLP, or experts; layers of both kinds have the parameters of both
+    # 2. the MLP, or experts; if only some layers have experts, all have the parameters of both
     block |= {"attention": attention, "mlp_norm": norm(D)}
     is_gated = sizes.activation in GATED
 
@@ -76,9 +76,9 @@ def normed(
     sizes: Architecture,
     parts: Callable[[jax.Array], jax.Array] = _all,
 ) -> jax.Array:
-    """Return the RMSNorm of x, its sum in at least float32; Gemma's multiplies by 1 + scale.
+    """Return the RMSNorm of x, computed in at least float32; Gemma's multiplies by 1 + scale.
 
-    parts: from the mean square of this device's part of x to that of all.
+    parts: function from the mean square over this device's columns to that over all columns.
     """
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     scale = params["scale"].astype(wide.dtype) + (1 if sizes.norm_plus_one else 0)
@@ -88,27 +88,28 @@ def normed(
 
 @dataclass(frozen=True)
 class Block:
-    """Pre-norm residual blocks of these sizes, attention and rotary positions, on a stage's axes.
+    """A pre-norm residual block of attention and an MLP (or experts), on a stage's axes.
 
-    Attention is causal, grouped-query, with rotary positions (Su et al. 2021; Ainslie et al. 2023).
-    Divided over tp, a device has its heads' columns of query, key and value and their rows of out.
-    With fewer kv heads than devices, each holds key and value whole and computes the head that its
-    queries read. Norms of queries and keys (Henry et al. 2020) are equal for all heads, and whole
-    on every device, or over all heads (OLMoE), with scales divided as the heads are. The MLP has an
-    activation between two matrices, or gated by a third (Shazeer 2020).
+    Attention is causal and grouped-query, with rotary positions (Su et al. 2021; Ainslie et al.
+    2023). With tp, a device has some of the heads: their columns of query, key and value, and their
+    rows of out. If there are fewer kv heads than devices along tp, each device holds key and value
+    whole, and computes the kv head that its queries read. Queries and keys may be normed (Henry et
+    al. 2020): each head, with one scale that every device holds whole, or all heads together
+    (OLMoE), with a scale divided like the heads. The MLP has an activation between two matrices; a
+    third matrix may gate it (Shazeer 2020).
     """
 
     sizes: Architecture
     mix: Kernel
     turn: Callable[[jax.Array], jax.Array]
     axes: StageAxes
-    has_experts: bool = False  # in place of the MLP
-    device: Any = None  # a target device, for kernels; None: the first attached one
+    has_experts: bool = False  # whether experts take the place of the MLP
+    device: Any = None  # target device of kernels; None: the first attached one
 
     def __call__(
         self, params: Params, x_BTD: jax.Array, documents_BT: jax.Array | None, drop: BlockDropout
     ) -> jax.Array:
-        """Return [B, T, D] of a device's rows."""
+        """Return the block's output [B, T, D] for this device's rows."""
         B, T, D = x_BTD.shape
         x_MD = x_BTD.reshape(B * T, D)
         norm = lambda name, x: normed(params[name], x, self.sizes) if name in params else x  # noqa: E731
@@ -148,12 +149,14 @@ class Block:
             norm = params.get(f"{name}_norm")
             if norm is not None and sizes.whole_qk_norm:
                 norm = {"scale": columns(norm["scale"])}
-                # devices have equally many columns, of each kv head equally many devices
+                # the mean of devices' means is exact: each device has equally many columns, and
+                # equally many devices hold each kv head
                 found = normed(norm, found, sizes, mean_of_parts)
             found = found.reshape(-1, num_tokens, number, width)
             return found if norm is None or sizes.whole_qk_norm else normed(norm, found, sizes)
 
-        # 2. attention; its backward reads turned queries and keys, and theirs reads no others
+        # 2. attention. Its backward reads the turned queries and keys. The backward of a rotation
+        # reads no values, so without norms only the turned queries and keys need saving
         kept = (
             _all if sizes.qk_norm or sizes.whole_qk_norm else partial(checkpoint_name, name="saved")
         )
@@ -200,7 +203,7 @@ class Block:
         drop: BlockDropout,
         columns: Callable = _all,
     ) -> jax.Array:
-        """Return x W + b, with the adapter's part if there is one, in some columns of W."""
+        """Return x W + b, plus an adapter's part if any. columns: function that selects columns."""
         params = block[name]
         found = x_MD @ columns(params["kernel"])
         if "bias" in params:

@@ -1,7 +1,7 @@
-"""Dropout in the blocks of a transformer: of branches, and of the inputs of adapters.
+"""Dropout in the blocks of a transformer: on branches and on the inputs of adapters.
 
-Draws are those of a layer, by number: 0 and 1 of the branches, then one for each linear map that
-may have an adapter.
+Each draw of a layer has an index: 0 and 1 for the branches (attention, then MLP), then one for each
+linear map that may have an adapter.
 """
 
 from dataclasses import dataclass, replace
@@ -13,17 +13,17 @@ from ppctl.model.lora import PROJECTIONS
 from ppctl.model.parallel import StageAxes, own_part, token_keys
 from ppctl.model.random_keys import dropout, dropped, kept_entries
 
-FIRST_ADAPTER = 2  # the draw of the first adapter; those before are of branches
+FIRST_ADAPTER = 2  # index of the first adapter's draw
 DRAWS = {name: FIRST_ADAPTER + place for place, (_, name) in enumerate(PROJECTIONS.values())}
-DIVIDED_INPUTS = ("out", "down")  # tp divides the columns of their inputs, of others the outputs
+DIVIDED_INPUTS = ("out", "down")  # linear maps whose inputs tp divides; of others, the outputs
 
 
 @dataclass(frozen=True)
 class BlockDropout:
-    """Dropout of a block for the examples of a microbatch, equal on every layout.
+    """Dropout of a block for the examples of a microbatch; every layout drops the same entries.
 
-    key: of the layer, a key for each example; None, as in evaluations: nothing is dropped.
-    num_tokens: of a sequence on this device.
+    key: the layer's keys, one for each example; None, as in evaluations: nothing is dropped.
+    num_tokens: tokens of a sequence that this device holds.
     """
 
     sizes: Architecture
@@ -32,22 +32,22 @@ class BlockDropout:
     num_tokens: int
 
     def branch(self, x_MD: jax.Array, draw: int) -> jax.Array:
-        """Return a branch of this device's rows with dropped entries."""
+        """Return a branch's output with dropout, for this device's rows."""
         if self.key is None or not self.sizes.dropout:
             return x_MD
         keys = token_keys(self.key, self.num_tokens, self.axes).reshape(-1)
         return dropout(keys, x_MD, self.sizes.dropout, draw=draw)
 
     def adapter_input(self, x_MI: jax.Array, name: str) -> jax.Array:
-        """Return the input of an adapter, all rows along tp, with dropped entries.
+        """Return an adapter's input with dropout, for the rows of all devices along tp.
 
-        name: of the linear map in a block. Where tp divides the input's columns, a device draws for
-        all of them and takes its own.
+        name: the adapted linear map. If tp divides the input's columns, each device draws for all
+        columns and slices its part, so that the draws do not depend on tp.
         """
         rate = 0.0 if self.sizes.lora is None else self.sizes.lora.dropout
         if self.key is None or not rate:
             return x_MI
-        whole = replace(self.axes, sequence_parallel=False)  # the rows that tp has gathered
+        whole = replace(self.axes, sequence_parallel=False)  # all rows: tp has gathered them
         keys = token_keys(self.key, self.num_tokens * self.axes.row_parts, whole).reshape(-1)
         is_divided = name in DIVIDED_INPUTS
         width = x_MI.shape[1] * (self.axes.tp if is_divided else 1)

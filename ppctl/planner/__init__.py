@@ -1,1 +1,1 @@
-"""The prediction of a step: operations counted or timed, step time, memory, search of layouts."""
+"""Predictions of a step: operations counted or timed, step time, memory, search of layouts."""

@@ -32,18 +32,18 @@ from ppctl.training.pipeline.pipeline import Pipeline
 
 @dataclass(frozen=True)
 class RequestText:
-    """The names of a request's parts, as lines of plans name them."""
+    """The parts of a request that a plan prints."""
 
     model: str
     num_layers: int
-    mesh: str  # as typed after mesh=
-    axes: str  # with their sizes
-    stage_axes: tuple[str, ...]  # that divide stages
+    mesh: str  # text after mesh=
+    axes: str  # axes with their sizes
+    stage_axes: tuple[str, ...]  # axes that divide stages
     num_microbatches: int
     executor: str
-    dtype: str  # of compute
-    batch_size: int  # examples of a step
-    seq_len: int | None  # tokens of an example; None: the data are not text
+    dtype: str  # compute dtype
+    batch_size: int  # examples a step
+    seq_len: int | None  # tokens an example; None: the data are not text
 
     @property
     def title(self) -> str:
@@ -67,12 +67,12 @@ class RequestText:
 
     @property
     def sizes(self) -> str:
-        """The dtype of compute, the batch and its sequences, in words."""
+        """Return the compute dtype, the batch and its sequence length as text."""
         return sizes_text(self.dtype, self.batch_size, self.seq_len)
 
 
 def sizes_text(dtype: str, batch_size: int, seq_len: int | None) -> str:
-    """Return the dtype of compute, the batch and the length of its sequences in words.
+    """Return the compute dtype, the batch and its sequence length as text.
 
     >>> sizes_text("bfloat16", 128, 2048)
     'bfloat16 compute, batch of 128 sequences of 2,048 tokens'
@@ -83,40 +83,41 @@ def sizes_text(dtype: str, batch_size: int, seq_len: int | None) -> str:
 
 @dataclass(frozen=True)
 class StagePart:
-    """A stage: its layers, its devices, and the seconds of a microbatch there."""
+    """A stage: its layers, its devices, and a microbatch's seconds in it."""
 
     first_layer: int
     num_layers: int
     rank: int
-    devices: tuple[int, ...]  # of its rank, by number; () of a topology only predicted
-    forward_s: float | None  # None: unknown; 0 of a last stage: in its backward (remat=full)
-    backward_s: float | None  # the sum of the next two
+    devices: tuple[int, ...]  # device numbers of its rank; (): a topology that is only predicted
+    # seconds; None: unknown; 0: the last stage with remat=full, whose backward runs the forward
+    forward_s: float | None
+    backward_s: float | None  # input_grad_s + weight_grad_s
     input_grad_s: float | None
     weight_grad_s: float | None
 
 
 @dataclass(frozen=True)
 class LayerPart:
-    """The contents of a network's layer, embedding or head."""
+    """A layer, the embedding or the head of a user's network: parameters, operations, cost."""
 
     name: str  # "embedding", "0", "1", ..., "head"
     stage: int
-    cost: float  # FLOPs of matrix products, forward and backward, over the mean layer's
-    params: Mapping[str, tuple[int, ...]]  # shapes by the author's names
-    operations: Mapping[str, int]  # number of each
+    cost: float  # FLOPs of matrix products, forward and backward, relative to the mean layer
+    params: Mapping[str, tuple[int, ...]]  # parameter shapes, by the network's names
+    operations: Mapping[str, int]  # number of each operation
 
 
 @dataclass(frozen=True)
 class ExpertsPart:
-    """The experts of a layer on a device, with a microbatch forward and back."""
+    """The experts of a layer on one device, for a microbatch's forward and backward."""
 
     num_experts: int
-    top_k: int  # experts of a token
-    num_rows: int  # tokens, once for each of their experts, that the device is expected to compute
-    most_rows: int  # for which its arrays have room
-    compute_s: float | None  # of their products; None: unknown
-    sent_s: float | None  # of tokens and results between the devices that divide the experts
-    remedy: str | None  # where sends take longer
+    top_k: int  # experts a token
+    num_rows: int  # expected rows on the device, one for each of its tokens' experts
+    most_rows: int  # most rows that the device's arrays have room for
+    compute_s: float | None  # seconds of the experts' products; None: unknown
+    sent_s: float | None  # seconds of sends of tokens and results along ep; None: unknown
+    remedy: str | None  # remedy if sends take longer than products
 
 
 @dataclass(frozen=True)
@@ -125,44 +126,44 @@ class Prediction:
 
     request: RequestText
     schedule: str
-    auto: str | None  # the choice of schedule=auto, in a line
+    auto: str | None  # line about the choice of schedule=auto
     partition: tuple[int, ...]  # layers of each stage
-    rank_of: tuple[int, ...]  # the rank of each stage
-    vocab_parts: int  # of embedding and head, one a rank; 0: on the first and the last stage
+    rank_of: tuple[int, ...]  # rank of each stage
+    vocab_parts: int  # parts of embedding and head, one a rank; 0: on the first and last stage
     stages: tuple[StagePart, ...]  # () without a pipeline
-    layers: tuple[LayerPart, ...]  # of a network, which was cut into layers; () of other models
-    experts: ExpertsPart | None  # None: the model has no expert
+    layers: tuple[LayerPart, ...]  # contents of a network's layers; () for other models
+    experts: ExpertsPart | None  # None: a model without experts
     ideal_bubble_fraction: float | None  # 0..1: equal stages, no transfers; None: no pipeline
-    predicted_bubble_fraction: float | None  # 0..1: by the step time's seconds; None: unknown
+    predicted_bubble_fraction: float | None  # 0..1: at the predicted seconds; None: unknown
     num_parameters: int
-    step_flops: int  # of the model; recomputing is not counted
+    step_flops: int  # FLOPs of the model; recomputation not counted
     devices: str
     hardware: str | None  # name of the description used
     step_time_s: float | None
-    transfer_s: float | None  # from a task's end to its value on the next rank; None: no pipeline
-    per_step_overhead_s: float | None  # a part: parameters gathered, gradients summed, optimizer
-    unknown: str | None  # why the step time is unknown
+    transfer_s: float | None  # seconds until the next rank can read a value; None: no pipeline
+    per_step_overhead_s: float | None  # part of the step: gathers, gradient sums, optimizer
+    unknown: str | None  # reason why the step time is unknown
     unit: str  # tokens_per_s | rows_per_s
-    tokens_per_s: float | None  # or examples, by `unit`
-    token_budget: TokenBudget | None  # of plan.tokens; None: not set, or the step time is unknown
-    mfu_fraction: float | None  # 0..1: of the hardware's peak; None: unknown, as of CPUs
-    mfu_causal_fraction: float | None  # the same, attention to later tokens not counted
-    memory_bytes: tuple[Mapping[str, int], ...]  # for each rank, of one device, by part
-    total_bytes: tuple[int, ...]  # for each rank
-    is_compiled: bool  # memory is that of the compiled program (plan.compile), not predicted
-    predicted_bytes: tuple[int, ...]  # for each rank, as in `ppctl tune` and `ppctl train`
+    tokens_per_s: float | None  # tokens or examples a second, by `unit`
+    token_budget: TokenBudget | None  # cost of plan.tokens; None: unset, or unknown step time
+    mfu_fraction: float | None  # 0..1, share of the hardware's peak; None: unknown, as for CPUs
+    mfu_causal_fraction: float | None  # MFU without the FLOPs of attention to later tokens
+    memory_bytes: tuple[Mapping[str, int], ...]  # bytes of one device of each rank, by part
+    total_bytes: tuple[int, ...]  # bytes of one device of each rank
+    is_compiled: bool  # whether memory is the compiled program's (plan.compile), not predicted
+    predicted_bytes: tuple[int, ...]  # predicted bytes by rank, as in `ppctl tune` and `train`
     limit_bytes: int | None  # memory of a device
     limit_source: str | None
     limit_fraction: float | None  # share of a GPU's memory: run.memory_fraction or JAX's default
     fits: bool | None  # None: the memory of a device is unknown
     compile_s: float | None
-    refusal: str | None  # the compiler's, if the program does not fit
-    assumes: tuple[str, ...]  # a line each
+    refusal: str | None  # message of the compiler, if the program does not fit
+    assumes: tuple[str, ...]  # assumptions of the prediction, one line each
 
 
 def predicted(job: TrainingJob) -> Prediction:
     """Return the prediction for a job."""
-    # 1. its numbers
+    # 1. predict the step
     config, plan, pipe = job.config, job.config.plan, job.pipe
     unit, count = unit_of_work(job)
     step_tokens = count if unit == "tokens_per_s" else None
@@ -170,7 +171,7 @@ def predicted(job: TrainingJob) -> Prediction:
     found, target, flops = predict_job(job), target_of(job), model_flops(job)
     peak, step_s = target.peak_flops, found.step_s
     of_tokens = plan.tokens, step_tokens, step_s, pipe.mesh.size, target.known_hardware
-    # 2. the record
+    # 2. make the record
     return Prediction(
         request=RequestText.of(job),
         schedule=label(config.schedule),
@@ -202,7 +203,7 @@ def predicted(job: TrainingJob) -> Prediction:
 
 
 def _network_layers(pipe: Pipeline) -> tuple[LayerPart, ...]:
-    """Return the contents of a network's embedding, layers and head; () of other models."""
+    """Return the embedding, layers and head of a user's network; () for other models."""
     network, costs, last = pipe.stack.options.network, pipe.relative_costs, len(pipe.partition) - 1
     if network is None:
         return ()
@@ -215,8 +216,8 @@ def _network_layers(pipe: Pipeline) -> tuple[LayerPart, ...]:
 
 
 def experts_part(job: TrainingJob) -> ExpertsPart | None:
-    """Return the experts of a job's layers that have them; None without any."""
-    # 1. rows
+    """Return the experts of a layer of a job's model; None for a model without experts."""
+    # 1. rows of a device
     model, axes = job.config.model, job.pipe.execution.axes
     if not isinstance(model, Transformer) or (sizes := expert_sizes(model)) is None:
         return None
@@ -224,7 +225,7 @@ def experts_part(job: TrainingJob) -> ExpertsPart | None:
     most = num_rows(num_tokens, sizes.top_k, group, sizes.capacity)
     even = ceil(job.config.costs.expert_imbalance * num_tokens * sizes.top_k)
     counts = sizes.num_experts, sizes.top_k, min(most, even), most
-    # 2. seconds; operations are those of the mean layer
+    # 2. seconds: step.work.layer is the mean layer; `share` scales it to a layer with experts
     step = step_of(job)
     if step.machine is None:
         return ExpertsPart(*counts, None, None, None)
@@ -273,7 +274,7 @@ def _memory(job: TrainingJob, target: Target, found: PipelinePlan) -> dict[str, 
         if total is not None:
             memory, needed, is_compiled = job.pipe.memory(), total, True
 
-    # 2. whether it fits: the compiler for a topology has accepted it
+    # 2. whether it fits; a compiler for a topology, which knows the limit, accepts only what fits
     limit, fits = target.limit, None
     if refusal is not None:
         fits = False
@@ -309,7 +310,7 @@ def _compile(pipe: Pipeline) -> tuple[tuple[int, ...] | None, float, str | None]
 
 
 def _devices_text(job: TrainingJob, target: Target) -> str:
-    """Return the number and kind of the devices ("64 x h100 (described)"), and axes over hosts."""
+    """Return the devices, such as "64 x h100 (described)", and the axes over hosts, as text."""
     topology, hardware = target.plan.topology, target.known_hardware
     if target.plan.compiles if topology is not None else not target.is_away:
         hosts = hosts_text(job.pipe.mesh)
@@ -319,12 +320,12 @@ def _devices_text(job: TrainingJob, target: Target) -> str:
     return f"{target.number} x {hardware.name} (described)"
 
 
-# assumptions in words; change them along with how something is counted
+# assumptions in words: change them together with the predictions
 
 
 def assumptions(job: TrainingJob, *, is_timed: bool) -> tuple[str, ...]:
-    """Return the assumptions of a job's prediction. is_timed: its step time is known."""
-    # 1. of the layout
+    """Return the assumptions of a job's prediction. is_timed: whether its step time is known."""
+    # 1. the layout
     pipe, model, kernels = job.pipe, job.config.model, ()
     examples = pipe.model.microbatch["inputs"].shape[0]
     over = ", ".join(f"{name}={size}" for name, size in pipe.execution.axes.divided.items())
@@ -342,7 +343,7 @@ def assumptions(job: TrainingJob, *, is_timed: bool) -> tuple[str, ...]:
         if (kernel := expert_kernel(model, pipe.dtype, device)) is not None:
             lines.append(f"products of experts={kernel}, on the expected rows")
 
-    # 2. of seconds and bytes
+    # 2. seconds and bytes
     if is_timed:
         machine = target_of(job).machine
         lines += [*_speeds(job, machine, kernels), *_overlap(job, machine)]
@@ -379,7 +380,7 @@ def _overlap(job: TrainingJob, machine: Machine) -> Iterator[str]:
     pipe, mesh, axes = job.pipe, job.config.mesh, job.pipe.execution.axes
     if mesh.pp > 1:
         in_ticks = pipe.execution.engine.in_ticks
-        ticks = "ticks as long as the slowest rank's and a transfer"
+        ticks = "ticks as long as the slowest rank's tasks and a transfer"
         yield ticks if in_ticks else "ranks that compute while values travel"
     if pipe.execution.gather == "layer" and mesh.fsdp > 1:
         ahead, alone = "while the layer before is computed", "with nothing computed meanwhile"

@@ -1,1 +1,1 @@
-"""Files of runs, read and drawn. Starts no JAX."""
+"""Read and draw the files of runs. Starts no JAX."""

@@ -1,17 +1,17 @@
-"""The three bubbles that a run has, by name, for every text, table and page."""
+"""Names of the three bubbles of a run (ideal, predicted, measured) for texts, tables and pages."""
 
 EQUAL = "equal stages and fixed costs of F, I and W"
 ABOUT = (
-    "Bubble: the idle share of the ranks while tasks run. Ideal: of the schedule on its "
-    f"executor, with {EQUAL}; predicted: by the planner's seconds, as the step "
-    "time is; measured: in a step (run.timeline=true)."
+    "Bubble: the idle share of the ranks while tasks run. Ideal: the schedule simulated on its "
+    f"executor, with {EQUAL}; predicted: simulated with the planner's seconds, as "
+    "the step time; measured: in a step (run.timeline=true)."
 )
 
 
 def bubble_text(
     ideal: float | None, predicted: float | None = None, measured: float | None = None
 ) -> str:
-    """Return the bubbles that are known, by name; "" without a pipeline.
+    """Return the known bubbles with their names; "" if all are None.
 
     >>> bubble_text(0.025, 0.203)
     '2.5% ideal, 20.3% predicted'
@@ -25,9 +25,9 @@ def bubble_text(
 
 
 def shared_cores_text(num_devices: int, num_cores: int | None) -> str | None:
-    """Return why no bubble can be measured if devices outnumber cores, else None.
+    """Return the reason why no bubble can be measured if devices outnumber cores, else None.
 
-    num_cores: shared by simulated devices; None: each device computes by itself.
+    num_cores: cores that simulated devices share; None: real devices.
 
     >>> shared_cores_text(4, 2).partition(":")[0]
     '4 simulated devices share 2 cores'

@@ -1,7 +1,7 @@
-"""Files that anybody may have written: read without waiting or executing, their texts printable.
+"""Untrusted files: read them without waiting or executing, and make their texts printable.
 
-None makes a reader take more memory than a real one would, and none is written through a link that
-leads out of its directory. See docs/security.md.
+Reading one takes no more memory than reading a file of ppctl. No file is written through a link
+that leads out of its directory. See docs/security.md.
 """
 
 import json
@@ -21,15 +21,15 @@ from yaml.composer import ComposerError
 from ppctl.errors import ConfigError
 from ppctl.user_files import read_file
 
-MOST_SETTINGS_BYTES = 2**20  # a config.yaml; usual: 6 KB
-MOST_LINE_BYTES = 2**20  # a record; usual: 400 bytes
-UNPRINTABLE = ("Cc", "Cs")  # control characters, which may move the cursor; lone surrogates
+MOST_SETTINGS_BYTES = 2**20  # bytes of a config.yaml; usually 6 KB
+MOST_LINE_BYTES = 2**20  # bytes of a record; usually 400
+UNPRINTABLE = ("Cc", "Cs")  # control characters (they may move the cursor), lone surrogates
 KEPT = "\n\t"
 _PLAIN_RECORD = re.compile(rb"\{[ -Z\]-z|~]*\}\n?")  # flat, ASCII, no escapes: needs no cleaning
 
 
 def lines_of(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of a file, an empty one in place of a line that is too long for a record.
+    """Yield the lines of a file, with an empty line in place of one that is too long for a record.
 
     >>> import io
     >>> [len(line) for line in lines_of(io.BytesIO(b"a\\n" + b"b" * 3 * MOST_LINE_BYTES + b"\\nc"))]
@@ -45,7 +45,7 @@ def lines_of(file: BinaryIO) -> Iterator[bytes]:
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """YAML without aliases, by which a few lines may stand for billions; ppctl writes none."""
+    """YAML without aliases: a few lines could expand to billions. ppctl writes no aliases."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -54,15 +54,15 @@ class _PlainLoader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-# libyaml reads the settings of a run in 0.7 ms, PyYAML in 7: `ppctl runs` may list thousands.
-# It recurses in C: 64 KiB of nested lists would end the process.
+# libyaml reads the settings of a run in 0.7 ms, PyYAML in 7 ms: `ppctl runs` may list thousands.
+# But libyaml recurses in C: 64 KiB of nested lists would crash the process.
 MOST_FAST_BYTES = 2**13
 FAST_LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else _PlainLoader
 _NEW_GROUP = re.compile(rb"^(?=[a-z])", re.MULTILINE)
 
 
 def read_settings(path: str | Path) -> Any:
-    """Return the value in a run's config.yaml. OSError or a ValueError of one line."""
+    """Return the content of a run's config.yaml. OSError, or ValueError with a line of reason."""
     content = read_file(path, MOST_SETTINGS_BYTES)
     is_plain = len(content) <= MOST_FAST_BYTES and b"*" not in content  # * begins an alias
     if is_plain:
@@ -75,12 +75,12 @@ def read_settings(path: str | Path) -> Any:
 
 @lru_cache(maxsize=256)
 def _group(content: bytes) -> Any:
-    """Return the value of one group of settings, nearly always the same as in the last run."""
+    """Return one group of settings; cached, because most runs have equal groups."""
     return _from_yaml(content, is_plain=True)
 
 
 def _from_yaml(content: bytes, is_plain: bool) -> Any:
-    """Return a YAML value; is_plain: it has no alias, so that libyaml may read it."""
+    """Return a YAML value; is_plain: libyaml may read it, because it is short and has no alias."""
     try:
         value = yaml.load(content, FAST_LOADER) if is_plain else yaml.load(content, _PlainLoader)
         cleaned(value)  # raises RecursionError for lists that libyaml nests too deeply
@@ -90,13 +90,13 @@ def _from_yaml(content: bytes, is_plain: bool) -> Any:
 
 
 def from_json(text: bytes) -> Any:
-    """Return the value of a JSON text, its strings printable. ValueError or RecursionError."""
+    """Return the value of a JSON text, with printable strings. ValueError or RecursionError."""
     value = json.loads(text)
     return value if _PLAIN_RECORD.fullmatch(text) else cleaned(value)
 
 
 def cleaned(value: Any) -> Any:
-    """Return lists and dicts with every text in them printable."""
+    """Return a value with all texts in its lists and dicts made printable."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, dict):
@@ -105,7 +105,7 @@ def cleaned(value: Any) -> Any:
 
 
 def printable(text: str) -> str:
-    r"""Return a text with letters unfit for a terminal or page written as Python writes them.
+    r"""Return a text with control characters and lone surrogates as Python's escapes.
 
     >>> printable("\x1b[31mred\ud800, ä\t")
     '\\x1b[31mred\\ud800, ä\t'
@@ -122,9 +122,9 @@ def _shown(letter: str) -> str:
 
 
 def check_inside(directory: Path, names: Iterable[str], option: str) -> None:
-    """Raise ConfigError where writing these names, or below, would leave the directory.
+    """Raise ConfigError if writing to these names, or below them, would leave the directory.
 
-    A link may lead out of it, and a pipe to anybody. The directory itself may be a link.
+    A link may lead out of it, and a pipe to another process. The directory itself may be a link.
     """
     top = directory.resolve()
     for name in names:
@@ -140,7 +140,7 @@ def check_inside(directory: Path, names: Iterable[str], option: str) -> None:
 
 
 def _below(path: Path) -> Iterator[Path]:
-    """Yield a path and all below it, without following links; of checkpoints only the steps."""
+    """Yield a path and all paths below it, without following links; one level in checkpoints."""
     if not os.path.lexists(path):
         return
     yield path

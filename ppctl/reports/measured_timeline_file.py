@@ -1,7 +1,7 @@
-"""The measured timeline of a step: compared with its simulation, written, read again.
+"""The measured timeline of a step: compare it with its simulation, write it, read it back.
 
-The simulation has the measured means as costs, so the difference is order, transfers and the host.
-Loads no JAX.
+The simulation uses the measured mean times as costs, so the difference is due to order, transfers
+and the host. Loads no JAX.
 """
 
 import csv
@@ -33,14 +33,14 @@ from ppctl.user_files import read_file
 
 Span = tuple[float, float]  # start and end in seconds
 FILES = ("timeline.csv", "timeline.html")
-TASKS_FILE = "tasks.perfetto.json"  # in a profile
-FIRST_DEVICE = re.compile(r"rank \d+( \w+=0)*")  # its track in that file
-MOST_RANKS = 8  # bubbles listed
-OVERLAP_S = 1e-8  # seconds of two tasks of a rank: the last digit of a file
+TASKS_FILE = "tasks.perfetto.json"  # file in a profile's directory
+FIRST_DEVICE = re.compile(r"rank \d+( \w+=0)*")  # name of its track in TASKS_FILE
+MOST_RANKS = 8  # largest number of bubbles listed one by one
+OVERLAP_S = 1e-8  # seconds; rounding in a file may let tasks overlap by its last digit
 
 
 def measured_timeline(schedule: Schedule, spans: Mapping[Task, Span]) -> Timeline:
-    """Return the timeline of these spans, from 0 on. A task that was no program takes no time."""
+    """Return the timeline of these spans, starting at 0. A task without a span takes no time."""
     origin = min(start for start, _ in spans.values())
     start_s: dict[Task, float] = {}
     end_s: dict[Task, float] = {}
@@ -55,7 +55,7 @@ def measured_timeline(schedule: Schedule, spans: Mapping[Task, Span]) -> Timelin
 
 
 def mean_costs(schedule: Schedule, seconds: Mapping[Task, float]) -> Costs:
-    """Return the mean seconds of each stage's tasks. Half of a whole B counts as I, half as W."""
+    """Return the mean seconds of each stage's tasks. An unsplit B counts half as I, half as W."""
     of_kind: dict[tuple[str, int], list[float]] = defaultdict(list)
     for task, task_s in seconds.items():
         of_kind[task.kind, task.stage].append(task_s)
@@ -72,7 +72,7 @@ def mean_costs(schedule: Schedule, seconds: Mapping[Task, float]) -> Costs:
 def measured_and_simulated(
     timeline: Timeline, ticks: Ticks | None = None, label: str | None = None
 ) -> tuple[Drawing, Drawing]:
-    """Return a measured timeline, and one simulated from its means, in lockstep if `ticks`."""
+    """Return drawings of a timeline and its simulation with mean times, in lockstep if `ticks`."""
     name = label or timeline.schedule.name
     schedule = timeline.schedule if ticks is None else ticks.schedule
     simulated = ScheduledStep(schedule, timeline.costs, ticks).timeline(timeline.costs)
@@ -85,7 +85,7 @@ def measured_and_simulated(
 def write_timeline(
     directory: Path, timeline: Timeline, ideal: float | None = None, predicted: float | None = None
 ) -> list[str]:
-    """Write CSV and html of a timeline and its simulation; return lines on it."""
+    """Write CSV and html of a timeline and its simulation; return lines to print."""
     # 1. the files
     directory.mkdir(parents=True, exist_ok=True)
     schedule, drawings = timeline.schedule, measured_and_simulated(timeline)
@@ -102,14 +102,14 @@ def write_timeline(
     some = of_ranks if is_few else (min(of_ranks), max(of_ranks))
     each = (" " if is_few else " to ").join(f"{bubble:.1%}" for bubble in some)
     return [
-        f"timeline  {directory}: step {timeline.makespan_s:.4f} s; its tasks alone, at their "
-        f"means, take {simulated.makespan_s:.4f} s",
+        f"timeline  {directory}: step {timeline.makespan_s:.4f} s; simulated with the tasks' mean "
+        f"times, it takes {simulated.makespan_s:.4f} s",
         f"bubble    {bubble_text(ideal, predicted, timeline.bubble_fraction)} (ranks {each})",
     ]
 
 
 def read_timeline(file: Path, name: str) -> Timeline:
-    """Return the measured timeline in a CSV. OSError, ValueError or ScheduleError if invalid."""
+    """Return the timeline in a CSV of `write_timeline`. OSError, ValueError or ScheduleError."""
     cells: dict[int, list[Task]] = defaultdict(list)
     spans: dict[Task, Span] = {}
     try:
@@ -118,7 +118,7 @@ def read_timeline(file: Path, name: str) -> Timeline:
             cells[int(row["rank"])].append(task)
             spans[task] = float(row["start_s"]), float(row["end_s"])
     except (csv.Error, KeyError, TypeError, AttributeError) as error:
-        raise ValueError("a line has not rank, task, start_s and end_s") from error
+        raise ValueError("a line lacks rank, task, start_s or end_s") from error
     if sorted(cells) != list(range(len(cells))):
         raise ValueError("its ranks are not 0, 1, ...")
     if any(max(task.stage, task.microbatch) > len(spans) for task in spans):
@@ -130,22 +130,22 @@ def read_timeline(file: Path, name: str) -> Timeline:
 def read_profile(file: Path, schedule: Schedule) -> tuple[Timeline, int]:
     """Return (the median traced step, number of traced steps) in a file of `write_tasks`.
 
-    A rank's tasks are in the order in which its first device ran them. OSError, ValueError or
-    ScheduleError for an invalid file.
+    Tasks are ordered as each rank's first device ran them. OSError, ValueError or ScheduleError for
+    an invalid file.
     """
-    # 1. the whole steps
+    # 1. the complete steps
     try:
         steps = _traced_steps(from_json(read_file(file))["traceEvents"])
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError("it is no trace of tasks") from error
+        raise ValueError("it is not a trace of tasks") from error
     last = schedule.num_stages - 1
     every = {task for tasks in schedule.ranks for task in tasks}
-    needed = {task for task in every if task[:2] != (last, "F")}  # may be left to the B
+    needed = {task for task in every if task[:2] != (last, "F")}  # may run inside its B
     whole = [spans for spans in steps if needed <= spans.keys() <= every]
     if not whole:
         what = "every task of the schedule on the first device of each rank"
         raise ValueError(f"no step in it has {what}")
-    # 2. the median one
+    # 2. the step of median length
     spans = sorted(whole, key=_length_s)[(len(whole) - 1) // 2]
     timeline = measured_timeline(schedule, spans)
     order = lambda task: (timeline.start_s[task], timeline.end_s[task])  # noqa: E731
@@ -160,7 +160,7 @@ def _length_s(spans: Mapping[Task, Span]) -> float:
 
 
 def _traced_steps(events: Sequence[Mapping[str, Any]]) -> list[dict[Task, Span]]:
-    """Return each step's spans on the first device of each rank, which runs a task once a step."""
+    """Return each step's spans on the ranks' first devices: the n-th span of a task is step n's."""
     named = (event for event in events if event["name"] == "thread_name")
     names = {event["tid"]: event["args"]["name"] for event in named}
     first = {device for device, name in names.items() if FIRST_DEVICE.fullmatch(name)}
@@ -178,7 +178,7 @@ def _traced_steps(events: Sequence[Mapping[str, Any]]) -> list[dict[Task, Span]]
 
 
 def _sound(ranks: Sequence[Sequence[Task]], spans: Mapping[Task, Span]) -> Mapping[Task, Span]:
-    """Return `spans`; ValueError where one is no range, or two of a rank overlap or swap."""
+    """Return `spans`. ValueError if one is not a range, or tasks of a rank overlap or swap."""
     for tasks in ranks:
         free_s = -inf
         for task in tasks:
@@ -196,7 +196,7 @@ def _sound(ranks: Sequence[Sequence[Task]], spans: Mapping[Task, Span]) -> Mappi
 
 
 def measured_bubble(timeline: Path, since_s: float = 0.0) -> float | None:
-    """Return the idle share of all ranks in a measured timeline, None without one."""
+    """Return the bubble, 0..1, of a timeline written at since_s or later, or None."""
     with suppress(OSError, ValueError, PpctlError):
         if timeline.stat().st_mtime >= since_s:
             return read_timeline(timeline, "").bubble_fraction

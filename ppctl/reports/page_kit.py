@@ -1,7 +1,7 @@
-"""The kit of html pages: the frame and pieces of schedules, runs, sweeps, plans and rehearsals.
+"""Building blocks of html pages: frame, text, tables and figures of all reports.
 
-A page is one file that loads nothing. Every function returns html. Arguments called words, lines or
-names are plain text and are escaped; all others are html already.
+A page is a single file that loads no other. Every function returns html. Arguments called words,
+lines or names are plain text and get escaped; all others are html already.
 """
 
 import os
@@ -20,7 +20,7 @@ from ppctl.reports.terminal_output import SPEEDS, decimal_text, size_text
 YES, NO, UNKNOWN = ("yes", "&#10003;"), ("no", "&#10007;"), ("maybe", "?")  # colour, mark
 GOES_ON = ("maybe", "&#9654;")
 Form = Callable[[Any], str]
-NUMBERS: dict[str, tuple[str, Form]] = {  # in records: column of a table, and form
+NUMBERS: dict[str, tuple[str, Form]] = {  # column heading and format, by name in records
     "steps": ("steps", "{:,}".format),
     "loss": ("loss", decimal_text),
     "final_loss": ("loss", decimal_text),
@@ -49,13 +49,13 @@ def page(title: str, *parts: str, main: str = "<main>") -> str:
 
 
 def section(title: str, *content: str) -> str:
-    """Return a part of a page below its title; nothing where it has no content."""
+    """Return a section below its title; "" without content."""
     inside = "".join(content)
     return f"<section>\n<h2>{title}</h2>\n{inside}\n</section>\n" if inside else ""
 
 
 def filled(name: str, **texts: str) -> str:
-    """Return a file of the charts' folder with `texts` in place of @@their names@@."""
+    """Return a file of the charts' folder, with each @@NAME@@ replaced by texts["NAME"]."""
     return re.sub(r"@@(\w+)@@", lambda found: texts[found[1]], asset(name))
 
 
@@ -68,43 +68,43 @@ def asset(name: str) -> str:
 
 
 def text(words: str) -> str:
-    """Return plain text as html; file names may have any bytes."""
+    """Return plain text, such as file names of any bytes, as html."""
     return escape(printable(words))
 
 
 def breakable(name: str) -> str:
-    """Return the name of a setting, with places to break the line after dots and underscores."""
+    """Return the name of a setting, with optional line breaks after dots and underscores."""
     return text(name).replace(".", ".<wbr>").replace("_", "_<wbr>")
 
 
 def exact(value: float, words: str) -> str:
-    """Return a number as people read it, with its exact value for programs and in a title."""
+    """Return a number as `words`, with its exact value for programs and in a title."""
     return f'<data value="{value!r}" title="{value!r}">{escape(words)}</data>'
 
 
 def number(name: str, value: float | None, missing: str = "") -> str:
-    """Return a number of a record, one of NUMBERS, as people read it."""
+    """Return a number of a record in the format of NUMBERS; missing: html for None."""
     return missing if value is None else exact(value, NUMBERS[name][1](value))
 
 
 def soft(content: str) -> str:
-    """Return a paragraph that explains, in a pale colour; nothing for no content."""
+    """Return an explaining paragraph in a pale colour; "" without content."""
     return f'<p class="soft">{content}</p>' if content else ""
 
 
 def bullets(lines: Sequence[str], look: str = "warnings") -> str:
-    """Return lines as a list; nothing for none."""
+    """Return lines as a list; "" without lines."""
     items = "".join(f"<li>{text(line)}</li>" for line in lines)
     return f'<ul class="{look}">{items}</ul>' if lines else ""
 
 
 def command(words: str) -> str:
-    """Return a command to copy."""
+    """Return a command for the reader to copy."""
     return f'<code class="command">{text(words)}</code>'
 
 
 def link(place: Path, file: Path, words: str | None = None) -> str:
-    """Return a relative link from the page in a file to a file or directory."""
+    """Return a link to a file or directory, relative to the page in `file`."""
     target = os.path.relpath(os.path.abspath(place), os.path.dirname(os.path.abspath(file)))
     shown = text(str(place) if words is None else words)
     return f'<a href="{escape(quote(os.fsencode(target)))}">{shown}</a>'
@@ -120,7 +120,7 @@ def verdict(look: tuple[str, str], words: str) -> str:
 
 
 def cards(items: Iterable[tuple[str, str, str]]) -> str:
-    """Return the numbers that people look for first: (name, value, note) of each."""
+    """Return the most important numbers, each (name, value, note), as cards."""
     divs = (
         f"<div><dt>{name}</dt><dd>{value}<small>{note}</small></dd></div>"
         for name, value, note in items
@@ -129,7 +129,7 @@ def cards(items: Iterable[tuple[str, str, str]]) -> str:
 
 
 def table(about: str, columns: Sequence[str], rows: Iterable[Sequence[str]], look: str = "") -> str:
-    """Return a table, the first column of which names the rows; `look`: classes of page.css."""
+    """Return a table. Its first column names the rows. look: classes of page.css."""
     body = ""
     for name, *cells in rows:
         rest = "".join(f"<td>{cell}</td>" for cell in cells)
@@ -149,7 +149,7 @@ def figure(title: str, svg: str, note: str = "") -> str:
 
 
 def figures(drawn: Iterable[str]) -> str:
-    """Return figures next to each other; nothing for none."""
+    """Return figures next to each other; "" without figures."""
     inside = "".join(drawn)
     return f'<div class="figures">{inside}</div>' if inside else ""
 
@@ -162,6 +162,6 @@ def line_sample(index: int) -> str:
 
 
 def line_legend(names: Iterable[str]) -> str:
-    """Return the legend of lines that are drawn in this order."""
+    """Return the legend of lines, in the order of drawing."""
     items = (f"<li>{line_sample(i)}{text(name)}</li>" for i, name in enumerate(names))
     return f'<ul class="keys">{"".join(items)}</ul>'

@@ -1,4 +1,4 @@
-"""The settings of runs: their names, their values as typed, and the differences between runs."""
+"""Settings of runs: their names, their values as typed, and differences between runs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -9,11 +9,11 @@ from ppctl.schedule.mesh_axes import AXES, mesh_text
 
 RUN_SETTINGS = ("name", "dir", "resume", "distributed", "coordinator", "process_id")
 PATHS = ("data.path", "data.cache_dir", "data.tokenizer", "run.start_from", "schedule.path")
-OWN = {f"run.{name}" for name in RUN_SETTINGS}  # never compared
+OWN = {f"run.{name}" for name in RUN_SETTINGS}  # settings of one run or start, never compared
 
 
 def setting_names(composed: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the settings and choices of a composed config; the sizes of the mesh are one.
+    """Yield the settings and choices of a composed config; the mesh's sizes count as one setting.
 
     >>> list(setting_names({"mesh": {"dp": 2, "order": "auto"}, "optim": {"name": "sgd", "lr": 1}}))
     ['mesh', 'mesh.order', 'optim', 'optim.lr']
@@ -29,7 +29,7 @@ def setting_names(composed: Mapping[str, Any], prefix: str = "") -> Iterator[str
 
 
 def setting_value(composed: Mapping[str, Any], name: str) -> Any:
-    """Return a setting or a choice of a composed config. KeyError where it has none of that name.
+    """Return a setting or a choice of a composed config. KeyError if it is missing.
 
     >>> composed = {"mesh": {"dp": 2, "pp": 4, "fsdp": 1}, "optim": {"name": "sgd", "lr": 0.1}}
     >>> [setting_value(composed, name) for name in ("mesh", "mesh.pp", "optim", "optim.lr")]
@@ -48,7 +48,7 @@ def setting_value(composed: Mapping[str, Any], name: str) -> Any:
 
 
 def recorded_paths(composed: Mapping[str, Any]) -> list[str]:
-    """Return the files and directories that a composed config reads or keeps data in.
+    """Return the paths of files and directories that a composed config reads or caches data in.
 
     >>> recorded_paths({"data": {"parts": [{"path": "a"}], "tokenizer": "bytes"}, "run": {}})
     ['a']
@@ -63,7 +63,7 @@ def recorded_paths(composed: Mapping[str, Any]) -> list[str]:
 
 
 def setting_text(composed: Mapping[str, Any], name: str) -> str | None:
-    """Return a setting or a choice of a composed config as one types it; None without it."""
+    """Return a setting or a choice of a composed config as typed; None if it is missing."""
     try:
         return shown(setting_value(composed, name))
     except KeyError:
@@ -73,9 +73,10 @@ def setting_text(composed: Mapping[str, Any], name: str) -> str | None:
 def differing_settings(
     configs: Sequence[Mapping[str, Any]], requests: Sequence[Sequence[str]]
 ) -> dict[str, list[str | None]]:
-    """Return the settings, common to all runs or requested, that differ: the value in each run.
+    """Return the settings that differ between runs, each with its value in each run.
 
-    requests: the words that each of the runs was started with.
+    Compares the settings of all runs and the requested ones. requests: the words of each run's
+    request.
     """
     if not configs:
         return {}

@@ -1,7 +1,7 @@
-"""The files of runs, read without JAX: their places, their progress and their ends.
+"""Read the files of runs without JAX: find runs, and summarize their progress and status.
 
-Only the ends of files are read, so that a thousand long runs are listed in a second;
-`run_page.read_run` reads a whole run.
+Reads only the tails of records, so a thousand long runs are listed in a second;
+`run_page.read_run` reads whole files.
 """
 
 import math
@@ -20,46 +20,46 @@ from ppctl.user_files import open_file, read_file
 
 RUNNING, BROKEN_OFF, NO_END, NOT_STARTED = "running", "broken off", "no end recorded", "not started"
 INSIDE = ("checkpoints", "tensorboard", "profile", "timeline", "processes")  # hold no runs
-KERNEL = ("/proc", "/sys")  # file systems of processes and devices
-OF_TRACKERS = ("wandb", "mlflow", "mlflow.db")  # written by the trackers' packages; hold links
-UNFINISHED = ".part"  # directory of a written model whose files are not all there
+KERNEL = ("/proc", "/sys")  # the kernel's file systems
+OF_TRACKERS = ("wandb", "mlflow", "mlflow.db")  # files of the trackers' packages, with links
+UNFINISHED = ".part"  # directory of a model that is still being written
 NO_RUNS = {*INSIDE, *OF_TRACKERS, UNFINISHED}
-REMOVED = ".removed-"  # begins the name of a run directory that is being removed
-TRACKERS_FILE = "trackers.json"  # names of the run at its trackers
-MEMORY_FILE = "memory.json"  # bytes of a device by rank and part, as compiled at the last start
-SCHEDULE_FILE = "schedule.csv"  # found by schedule=auto
-FAILED_FILE = "failed.json"  # in processes/: the first process that failed
+REMOVED = ".removed-"  # prefix of a run directory that is being removed
+TRACKERS_FILE = "trackers.json"  # the run's id at each tracker
+MEMORY_FILE = "memory.json"  # bytes of a device by rank and part, as compiled at the newest start
+SCHEDULE_FILE = "schedule.csv"  # the choice of schedule=auto
+FAILED_FILE = "failed.json"  # file in processes/: the first failed process and its message
 RECORDS = ("metrics.jsonl", "eval.jsonl", run_status.FILE)
-ASIDE = re.compile(r".*\.(damaged|after-\d+)(\.\d+|\.jsonl)?")  # names of what a run set aside
+ASIDE = re.compile(r".*\.(damaged|after-\d+)(\.\d+|\.jsonl)?")  # files that a run set aside
 OTHERS = ("skipped.jsonl", run_status.STOP_FILE, MEMORY_FILE, TRACKERS_FILE)
-WRITTEN = ("config.yaml", *RECORDS, *OTHERS, *INSIDE)  # by a run
-TAILS = (4096, 65536)  # bytes read of a file's end: a line has about 400
+WRITTEN = ("config.yaml", *RECORDS, *OTHERS, *INSIDE)  # all names that a run writes
+TAILS = (4096, 65536)  # bytes of a file's end to read; a line has about 400
 STEP = re.compile("0|[1-9][0-9]{0,17}")  # the name of a checkpoint
 # a pattern, because a YAML parser takes 20 ms a file
 NUM_STEPS = re.compile(rb"^run:\n(?:  .*\n)*?  num_steps: \d{1,18}$", re.MULTILINE)
 
 
 class RunSummary(NamedTuple):
-    """The state of a run, from the ends of its files."""
+    """The state of a run, from the tails of its files."""
 
     name: str
     path: Path
     status: str  # one of run_status.ENDS, RUNNING, BROKEN_OFF, NO_END or NOT_STARTED
-    reason: str | None  # of a run that failed or was interrupted
+    reason: str | None  # reason of a failure or interruption
     step: int  # finished steps, as recorded
-    num_steps: int | None  # None: not in its config
-    loss: float | None  # of the newest step; None: not recorded or not finite
-    is_finite: bool  # the newest loss, if recorded
-    eval_loss: float | None  # of the newest evaluation
+    num_steps: int | None  # None: not in the run's config
+    loss: float | None  # loss of the newest step; None: not recorded or not finite
+    is_finite: bool  # False if the newest loss is recorded and not finite
+    eval_loss: float | None  # loss of the newest evaluation
     started_s: float | None  # first start, seconds since 1970; None: not recorded
     recorded_s: float  # newest record, seconds since 1970
-    config: Mapping[str, Any]  # the settings of its newest start; empty: unreadable
-    checkpoints: tuple[int, ...]  # steps of the finished ones
-    problems: tuple[str, ...]  # with its files
+    config: Mapping[str, Any]  # settings of the newest start; empty: unreadable
+    checkpoints: tuple[int, ...]  # steps of the finished checkpoints
+    problems: tuple[str, ...]  # a phrase for each problem of the files
 
     @property
     def steps_text(self) -> str:
-        """Return steps as in `3 of 10`."""
+        """Return finished and all steps, as in `3 of 10`."""
         return f"{self.step} of {'?' if self.num_steps is None else self.num_steps}"
 
     @property
@@ -73,16 +73,16 @@ class RunSummary(NamedTuple):
 
 
 class _Tail(NamedTuple):
-    record: dict[str, Any] | None = None  # the last one
-    written_s: float | None = None  # None: no file
+    record: dict[str, Any] | None = None  # the last record
+    written_s: float | None = None  # seconds since 1970; None: no file
     problem: str | None = None
 
 
 def find_runs(top: Path, closed: list[str] | None = None) -> list[tuple[str, Path]]:
-    """Return (path below `top`, directory) of each run at or below `top`, also of sweeps.
+    """Return (path below `top`, directory) of each run at or below `top`, runs of sweeps included.
 
-    Directories that cannot be read are left out, with a line each in `closed`. A link is followed,
-    to each directory once, but not into the kernel's file systems, which have no end.
+    Links are followed, to each directory once, but not into the kernel's endless file systems.
+    closed: gets a line for each unreadable directory, which is skipped.
     """
 
     def leave_out(error: OSError) -> None:
@@ -110,12 +110,12 @@ def find_runs(top: Path, closed: list[str] | None = None) -> list[tuple[str, Pat
 
 
 def check_run_dir(run_dir: Path) -> None:
-    """Raise ConfigError where a run would write through a link out of its directory, or a pipe."""
+    """Raise ConfigError if a run would write through a pipe, or a link out of its directory."""
     foreign.check_inside(run_dir, WRITTEN, "run.dir")
 
 
 def is_run(path: Path) -> bool:
-    """Return whether a directory is that of a run; False where it cannot be read."""
+    """Return whether a directory is a run's; False if it cannot be read."""
     try:
         return _is_run(str(path), set(os.listdir(path)))
     except OSError:
@@ -127,14 +127,14 @@ def _is_run(path: str, names: set[str]) -> bool:
         return True
     if "config.yaml" not in names:
         return False
-    with suppress(OSError):  # other programs have files of that name
+    with suppress(OSError):  # other programs have files of that name, so look into it
         content = read_file(os.path.join(path, "config.yaml"), foreign.MOST_SETTINGS_BYTES)
         return NUM_STEPS.search(content) is not None
     return False
 
 
 def read_config(path: Path) -> dict[str, Any] | str:
-    """Return the composed config of a run, or the problem with its file."""
+    """Return the composed config of a run, or a phrase on the problem of its file."""
     try:
         config = foreign.cleaned(foreign.read_settings(path / "config.yaml"))
     except FileNotFoundError:
@@ -147,7 +147,7 @@ def read_config(path: Path) -> dict[str, Any] | str:
 
 
 def run_summary(name: str, path: Path) -> RunSummary:
-    """Return the state of a run, from the ends of its files; their problems are no exceptions."""
+    """Return the state of a run; problems of its files are listed in it, not raised."""
     # 1. settings and checkpoints
     problems: list[str] = []
     config = read_config(path)
@@ -168,12 +168,12 @@ def run_summary(name: str, path: Path) -> RunSummary:
     train, evaluation, status = ends
     step = whole_number(train.record, "step")
     state, reason = _state(path, status.record, steps, num_steps, has_begun=bool(step or steps))
-    if state != RUNNING:  # which may be about to write
+    if state != RUNNING:  # a running process may be about to write
         problems += [end.problem for end in ends if end.problem is not None]
         if train.written_s is not None and train.record is None and train.problem is None:
             problems.append("metrics.jsonl is empty")
     loss, recorded = record_number(train.record, "loss"), (train.record or {}).get("loss", "")
-    is_finite = recorded is not None and (loss is None or math.isfinite(loss))  # null: it is not
+    is_finite = recorded is not None and (loss is None or math.isfinite(loss))  # null: not finite
     if train.record is not None and (step is None or (loss is None and is_finite)):
         problems.append("the last line of metrics.jsonl has no step or no loss")
     if status.record is not None and status.record.get("status") not in run_status.ALL:
@@ -205,7 +205,7 @@ def _state(
     *,
     has_begun: bool,
 ) -> tuple[str, str | None]:
-    """Return (status, reason), by the lock, the newest line of status.jsonl and the checkpoints."""
+    """Return (status, reason), from the lock, the last line of status.jsonl and checkpoints."""
     # 1. a living process, or a recorded end
     with suppress(OSError):
         if run_status.is_held(path / run_status.FILE):
@@ -222,12 +222,12 @@ def _state(
         return run_status.FAILED, message
     is_here = line.get("host") == run_status.here()["host"]
     if status == run_status.STARTED and line.get("is_locked") is True and is_here:
-        return BROKEN_OFF, None  # the process that locked it is gone
+        return BROKEN_OFF, None  # the process that held the lock is gone
     return (NO_END if has_begun or last is not None else NOT_STARTED), None
 
 
 def _failure_of_another(path: Path, last: Mapping[str, Any] | None) -> str | None:
-    """Return the failure of another process since the last start: the lead then records no end."""
+    """Return another process's failure since the last start; process 0 records no end then."""
     file = path / "processes" / FAILED_FILE
     with suppress(OSError, ValueError, KeyError, TypeError):
         if last is not None and file.stat().st_mtime >= last["at"]:
@@ -250,29 +250,29 @@ def checkpoint_steps(directory: Path) -> tuple[int, ...]:
 
 
 def last_record(run_dir: Path, *, since_s: float) -> dict[str, Any] | None:
-    """Return the last record in metrics.jsonl, if it has a step and was written since then."""
+    """Return the last record of metrics.jsonl, if it has a step and was written since `since_s`."""
     record, written_s, _ = _tail(str(run_dir / "metrics.jsonl"))
     is_new = written_s is not None and written_s >= since_s
     return record if is_new and whole_number(record, "step") is not None else None
 
 
 def setting_changes(lines: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
-    """Return (step, setting before -> after) of the changes by starts, lines of status.jsonl."""
+    """Return (step, "setting before -> after") of each change in the lines of status.jsonl."""
     changes = []
     for line in lines:
         step, changed = whole_number(line, "step"), line.get(run_status.CHANGED)
         is_start = line.get("status") == run_status.STARTED
         if is_start and step is not None and isinstance(changed, list):
             for each in changed:
-                with suppress(TypeError):  # not written by ppctl
+                with suppress(TypeError):  # a line that ppctl did not write
                     changes.append((step, Change(**each).arrow))
     return changes
 
 
 def read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield all records of a file; add the number of other lines to `problems`.
+    """Yield all records of a file; add a phrase on the number of other lines to `problems`.
 
-    `run_summary` reports an unreadable file and a torn last line.
+    `run_summary` reports unreadable files and torn last lines.
     """
     bad = 0
     try:
@@ -291,22 +291,22 @@ def read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def whole_number(record: Mapping[str, Any] | None, key: str) -> int | None:
-    """Return an entry of a record, if it is a whole number."""
+    """Return an entry of a record if it is an int, else None."""
     value = None if record is None else record.get(key)
     return value if type(value) is int else None
 
 
 def record_number(record: Mapping[str, Any] | None, key: str) -> float | None:
-    """Return an entry of a record, if it is a number, maybe not a finite one."""
+    """Return an entry of a record as a float, maybe not finite, if it is a number; else None."""
     value: Any = None if record is None else record.get(key)
     is_number = type(value) is float or (type(value) is int and abs(value) < 10**300)
     return float(value) if is_number else None
 
 
 def tracker_commands(run_dir: Path) -> list[tuple[str, str]]:
-    """Return (tracker, command) for each tracker that has written into a run directory.
+    """Return (tracker, command) for each tracker with records in a run directory.
 
-    Runs of Weights & Biases that were recorded offline are sent by theirs.
+    The command shows the records; that of Weights & Biases uploads its offline runs.
     """
     events, database = run_dir / "tensorboard", run_dir / "mlflow.db"
     offline = sorted(map(str, (run_dir / "wandb").glob("offline-run-*")))
@@ -322,7 +322,7 @@ def tracker_commands(run_dir: Path) -> list[tuple[str, str]]:
 
 
 def disk_bytes(path: Path) -> int:
-    """Return the disk space of all files below a directory, except those that vanish meanwhile."""
+    """Return the disk space, in bytes, of all files below a directory; skips vanished files."""
     total = 0
     for folder, _, files in os.walk(path):
         for file in files:
@@ -332,7 +332,7 @@ def disk_bytes(path: Path) -> int:
 
 
 def _started_s(path: Path) -> float | None:
-    """Return the time of the first start in a status.jsonl, from the beginning of the file."""
+    """Return the time of the first start in a status.jsonl, in seconds since 1970, or None."""
     with suppress(OSError), open_file(path) as file:
         for line in file.read(TAILS[-1]).split(b"\n"):
             record = _record(line)
@@ -342,9 +342,9 @@ def _started_s(path: Path) -> float | None:
 
 
 def _tail(path: str) -> _Tail:
-    """Return the last record of a file of records, and the problem with its end."""
+    """Return the last record of a file, its time, and the problem of its last line."""
     name = os.path.basename(path)
-    # 1. the end of the file: at least one whole line
+    # 1. the tail of the file, with at least one whole line
     try:
         with open_file(path) as file:
             info = os.fstat(file.fileno())
@@ -369,7 +369,7 @@ def _tail(path: str) -> _Tail:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    try:  # a million times, which suppress would slow by a tenth
+    try:  # runs a million times; suppress would take 10 % longer
         record = foreign.from_json(line)
     except (ValueError, RecursionError):
         return None

@@ -1,7 +1,8 @@
-"""The status of a run, in `<run.dir>/status.jsonl`: a line at each start, and one at its end.
+"""The status of a run in `<run.dir>/status.jsonl`: a line for each start, and one for its end.
 
-A killed run leaves no last line. The file is locked as long as the process lives, and the kernel
-drops the lock however it dies: that tells such a run from one that goes on. Loads no JAX.
+A killed run leaves no line for its end. The process locks the file while it lives, and the kernel
+releases the lock at any death, so the lock distinguishes a killed run from a running one. Loads no
+JAX.
 """
 
 import fcntl
@@ -23,16 +24,16 @@ STARTED, FINISHED, STOPPED = "started", "finished", "stopped"
 INTERRUPTED, FAILED = "interrupted", "failed"
 ENDS = (FINISHED, STOPPED, INTERRUPTED, FAILED)
 ALL = (STARTED, *ENDS)
-STOP_FILE = "stop"  # in a run directory: a request to save and end
-DIRECTORY = "directory"  # key of a start: the directory in which it was started
-OVERRIDES = "overrides"  # key of a start: the requested words, which resume the run
-CHANGED = "changed"  # key of a start: settings that differ from those of the resumed checkpoint
-COSTS = "task_costs"  # key of a start: the relative costs of its schedule's tasks
-LOCK_S = 1.0  # seconds to wait for a lock: `is_held` takes it for microseconds
+STOP_FILE = "stop"  # file in a run directory that requests a save and the end
+DIRECTORY = "directory"  # key in the line of a start: its current directory
+OVERRIDES = "overrides"  # key in the line of a start: the overrides, for the command that resumes
+CHANGED = "changed"  # key in the line of a start: settings that differ from the checkpoint's
+COSTS = "task_costs"  # key in the line of a start: relative costs of the schedule's tasks
+LOCK_S = 1.0  # seconds to retry a lock that a reader (`is_held`) holds for microseconds
 
 
 class HeldError(Exception):
-    """A living process records a run here; `pid` where that is one of this machine and known."""
+    """A living process records the run. pid: the process, if known and on this machine."""
 
     def __init__(self, pid: int | None):
         super().__init__(pid)
@@ -40,11 +41,11 @@ class HeldError(Exception):
 
 
 class RunStatus:
-    """The record of one start of a run, a context manager: an exception that leaves it is "failed".
+    """The record of one start of a run. A context manager that records an exception as "failed".
 
-    It holds the lock of `run_dir`, which is made where it is missing. `begin` writes the first
-    line; a run that never begins leaves no trace. Each line is one write, so that a kill of the
-    process loses none. HeldError if another process holds the lock.
+    Creates `run_dir` if it is missing, and holds its lock. `begin` writes the first line; without
+    it, `run_dir` is left as it was. Each line is a single write, so a kill of the process loses no
+    line. HeldError if another process holds the lock.
     """
 
     def __init__(self, run_dir: Path):
@@ -55,7 +56,7 @@ class RunStatus:
         self._file, self._is_locked = _opened(run_dir)
 
     def begin(self, step: int, **facts: Any) -> None:
-        """Record the start, after `step` finished training steps, with further facts."""
+        """Record the start, after `step` finished training steps, and `facts`."""
         if self._is_locked:
             _drop_torn_line(self._file)
         self._has_begun = True
@@ -79,7 +80,7 @@ class RunStatus:
                 path.rmdir() if path.is_dir() else path.unlink()
 
     def end(self, status: str, **facts: Any) -> None:
-        """Record the end, one of ENDS, with further facts."""
+        """Record the end, one of ENDS, and `facts`."""
         self._write({"status": status, **facts})
         self._has_ended = True
 
@@ -88,12 +89,12 @@ class RunStatus:
 
 
 def here() -> dict[str, str]:
-    """Return the name of this machine, for a line of a start."""
+    """Return the entry of this machine in the line of a start."""
     return {"host": platform.node()}
 
 
 def held_by(run_dir: Path) -> int | None:
-    """Return the process of this machine that records a run there and goes on, None if unknown."""
+    """Return the local process that records a run; None if there is none, or it is unknown."""
     until_s = time.monotonic() + LOCK_S
     with suppress(OSError):  # no such file
         while is_held(run_dir / FILE):
@@ -104,7 +105,7 @@ def held_by(run_dir: Path) -> int | None:
 
 
 def _holder(run_dir: Path) -> int | None:
-    """Return the living process of this machine that wrote the newest start, None if unknown."""
+    """Return the living local process that wrote the newest start; None if unknown."""
     try:
         lines = [json.loads(line) for line in read_file(run_dir / FILE).splitlines()]
         started = next(line for line in reversed(lines) if line["status"] == STARTED)
@@ -119,9 +120,9 @@ def _holder(run_dir: Path) -> int | None:
 
 
 def is_held(path: Path) -> bool:
-    """Return whether a living process, of any machine with the same locks, records a run here.
+    """Return whether a living process, on any machine with the same locks, records the run.
 
-    Raises OSError where the file cannot be read or locked.
+    Raises OSError if the file cannot be read or locked.
     """
     with open_file(path) as file:
         try:
@@ -133,8 +134,8 @@ def is_held(path: Path) -> bool:
 
 @contextmanager
 def kept_still(run_dir: Path) -> Iterator[None]:
-    """Hold the lock of a run directory that has one. HeldError if a process records a run there."""
-    if not os.path.lexists(run_dir / FILE):  # an imported model's
+    """Hold the lock of a run directory, if it has one. HeldError if a process records the run."""
+    if not os.path.lexists(run_dir / FILE):  # an imported model has no status
         yield
         return
     with (run_dir / FILE).open("rb+", buffering=0) as file:
@@ -146,7 +147,7 @@ def kept_still(run_dir: Path) -> Iterator[None]:
 
 
 def _opened(run_dir: Path) -> tuple[FileIO, bool]:
-    """Return the status file of a run, and whether this process has its lock. Raises HeldError."""
+    """Open the status file of a run; return (file, whether it is locked). Raises HeldError."""
     while True:
         file = (run_dir / FILE).open("ab+", buffering=0)
         try:
@@ -157,18 +158,18 @@ def _opened(run_dir: Path) -> tuple[FileIO, bool]:
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), (run_dir / FILE).stat()):
                 return file, is_locked
-        file.close()  # a run that never began has taken it away
+        file.close()  # a run that never began has removed this file
         run_dir.mkdir(parents=True, exist_ok=True)
 
 
 def append(file: FileIO, line: bytes) -> None:
-    """Write a line to an unbuffered file; OSError where a full disk takes only a part of it."""
+    """Write a whole line to an unbuffered file. OSError if a full disk takes only a part."""
     while line:
         line = line[file.write(line) :]
 
 
 def _lock(file: FileIO) -> bool:
-    """Return False in a file system without locks. BlockingIOError if another process holds it."""
+    """Lock a file; return False without locks. BlockingIOError if another process holds it."""
     until_s = time.monotonic() + LOCK_S
     while True:
         try:

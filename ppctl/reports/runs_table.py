@@ -1,4 +1,4 @@
-"""`ppctl runs`: past and present runs as a table, and one of them in detail. Loads no JAX."""
+"""`ppctl runs`: past and present runs as a table, and one run in detail. Loads no JAX."""
 
 import os
 import time
@@ -34,7 +34,7 @@ from ppctl.reports.terminal_output import (
     size_text,
 )
 
-MOST_NAMED = 10  # runs in an error
+MOST_NAMED = 10  # runs listed in an error
 
 
 def list_runs(
@@ -43,7 +43,10 @@ def list_runs(
     columns: Mapping[str, Sequence[str]],
     closed: Sequence[str],
 ) -> int:
-    """List runs, at least one, in this order, with the text of each in every column; return 0."""
+    """Print a table of runs, then a line for each problem; return 0.
+
+    columns: the text of each run, by column. closed: lines on unreadable directories.
+    """
     console = OutputConsole()
     heads = [name.replace("eval_loss", "eval loss") for name in columns]
     rows = [
@@ -58,9 +61,10 @@ def list_runs(
 
 
 def names_of(tops: Sequence[Path], closed: list[str]) -> list[tuple[str, Path]]:
-    """Return (name, directory) of every run: the path below a single directory, or the whole.
+    """Return (name, directory) of every run below `tops`.
 
-    closed: gets a line on each directory that cannot be read.
+    The name is the path below a single top, or the whole path with several. closed: gets a line for
+    each unreadable directory.
     """
     names: dict[Path, str] = {}
     for top in tops:
@@ -79,9 +83,9 @@ def _check_readable(directory: Path) -> None:
 
 
 def find_run(name: str, tops: Sequence[Path]) -> tuple[str, Path]:
-    """Return (name, directory) of the one run with this path, name or part of a name.
+    """Return (name, directory) of the run with this path, name or part of a name.
 
-    Raises ConfigError for none and for several.
+    ConfigError if no run or several runs match.
     """
     path = Path(name)
     if is_run(path):
@@ -98,7 +102,7 @@ def find_run(name: str, tops: Sequence[Path]) -> tuple[str, Path]:
         return matches[0], names[matches[0]]
     if matches:
         what = f"{name} is a part of {len(matches)} names: {few(matches)}"
-        raise ConfigError(f"{what}. Use more of one, or a path.")
+        raise ConfigError(f"{what}. Use a longer part of one, or a path.")
     if unread := [line for line in closed if name in line]:
         raise ConfigError(" ".join(unread[:MOST_NAMED]))
     if not names:
@@ -109,7 +113,7 @@ def find_run(name: str, tops: Sequence[Path]) -> tuple[str, Path]:
 
 
 def show_run(run: RecordedRun, *, as_json: bool) -> int:
-    """Show one run; return 0."""
+    """Print one run as lines, or as JSON; return 0."""
     # 1. as JSON
     found, summary = run_document(run), run.summary
     if as_json:
@@ -148,7 +152,7 @@ def show_run(run: RecordedRun, *, as_json: bool) -> int:
 
 
 def run_document(run: RecordedRun) -> dict[str, Any]:
-    """Return all that is known of a run, as JSON has it; null where it has no such number."""
+    """Return all recorded facts of a run as a JSON document; None for missing numbers."""
     path = run.summary.path
     medians = {name: run.median(name) for name in TIMED if name in run.curves}
     folders = [path / name for name in ("tensorboard", "profile", "timeline")]
@@ -174,7 +178,7 @@ def run_document(run: RecordedRun) -> dict[str, Any]:
 
 
 def summary_document(run: RunSummary, now_s: float) -> dict[str, Any]:
-    """Return the state of a run and its settings, as JSON has them."""
+    """Return the state of a run and its settings as a JSON document."""
     state = ("status", "reason", "step", "num_steps", "loss", "eval_loss")
     place = {"name": run.name, "run_dir": str(run.path)}
     return {**place, **{name: getattr(run, name) for name in state}} | {
@@ -187,7 +191,7 @@ def summary_document(run: RunSummary, now_s: float) -> dict[str, Any]:
 
 
 def extremes(points: Points) -> dict[str, dict[str, float]]:
-    """Return the first, last and least step and loss; nothing where no loss is finite."""
+    """Return step and loss of the first, last and least finite loss; {} without one."""
     pairs = [{"step": step, "loss": loss} for step, loss in points if loss is not None]
     if not pairs:
         return {}
@@ -217,7 +221,7 @@ def _checkpoints_text(path: Path, steps: Sequence[int]) -> str:
 
 
 def few(names: Sequence[str]) -> str:
-    """Return names in a line, of many the first ones."""
+    """Return names in a line: the first MOST_NAMED, and the number of the others."""
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return ", ".join(names[:MOST_NAMED]) + more
 

@@ -1,4 +1,4 @@
-"""Output of commands: tables on the terminal, the same as one JSON document, files."""
+"""Output of commands: tables and lines on the terminal, JSON documents, and files."""
 
 import errno
 import json
@@ -24,17 +24,17 @@ SPEEDS = {"tokens_per_s": "tok/s", "rows_per_s": "rows/s"}  # units of the speed
 
 
 class OutputConsole(Console):
-    """The console of a command, whose reader may go, as in `ppctl runs | head`.
+    """The console of a command. Its reader may close the pipe, as in `ppctl runs | head`.
 
-    rich itself would end the process at once: steps since the last checkpoint would be lost.
+    rich itself would then exit at once, and lose the steps since the last checkpoint.
     """
 
-    when_reader_gone: Callable[[], None] | None = None  # None: BrokenPipeError is raised
+    when_reader_gone: Callable[[], None] | None = None  # None: raise BrokenPipeError
 
     def on_broken_pipe(self) -> None:
-        """Print nothing from now on, and call `when_reader_gone`."""
+        """Stop printing, and call `when_reader_gone`."""
         self.quiet = True
-        nowhere = os.open(os.devnull, os.O_WRONLY)  # or Python complains in its last flush
+        nowhere = os.open(os.devnull, os.O_WRONLY)  # otherwise Python's last flush prints an error
         os.dup2(nowhere, self.file.fileno())
         if self.when_reader_gone is None:
             raise BrokenPipeError
@@ -44,34 +44,34 @@ class OutputConsole(Console):
 def show_table(
     console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
 ) -> None:
-    """Print a table, its first column to the left and the others to the right, never cut short."""
+    """Print a table of full width, its first column left-aligned and the others right-aligned."""
     look = {"title_justify": "left", "title_style": "bold", "box": box.SIMPLE_HEAD}
     table = Table(title=title, pad_edge=False, **look)
     cells = [[Text.from_markup(cell, emoji=False) for cell in row] for row in (columns, *rows)]
     for i, column in enumerate(columns):
-        width = max(row[i].cell_len for row in cells)  # rich would measure each cell four times
+        width = max(row[i].cell_len for row in cells)  # rich would measure each cell 4 times
         table.add_column(column, justify="right" if i else "left", no_wrap=True, width=width)
     for row in cells[1:]:
         table.add_row(*row)
-    # print() would cut the table at the console's width, so it is laid out before
+    # print() would cut the table to the console's width, so lay it out before
     width = console.measure(table, options=console.options.update(width=10_000)).maximum
     segments = console.render(table, console.options.update(width=width))
     console.print(Segments(segments), soft_wrap=True, end="")
 
 
 def show_lines(console: Console, *lines: str | Text) -> None:
-    """Print lines of plain text, never wrapped."""
+    """Print lines of plain text without wrapping."""
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def show_json(document: Any) -> None:
-    """Print one JSON document. Numbers that are not finite become null, because JSON has none."""
+    """Print one JSON document. Non-finite numbers, which JSON lacks, become null."""
     print(json.dumps(json_safe(document), allow_nan=False))
 
 
 def decimal_text(value: float) -> str:
-    """Return a loss with four decimals, or with an exponent where these would mislead.
+    """Return a loss with four decimals, or with an exponent if it is very small or large.
 
     >>> [decimal_text(loss) for loss in (3.14159, 0.00012345, 0.0, 1.5e30)]
     ['3.1416', '1.234e-04', '0.0000', '1.500e+30']
@@ -81,7 +81,7 @@ def decimal_text(value: float) -> str:
 
 
 def size_text(num_bytes: int) -> str:
-    """Return bytes as people read them, in units of 1024.
+    """Return a number of bytes in B, KiB, MiB or GiB (powers of 1024).
 
     >>> size_text(1536), size_text(15_750_000_000)
     ('1.5 KiB', '14.7 GiB')
@@ -95,7 +95,7 @@ def size_text(num_bytes: int) -> str:
 
 
 def age_text(seconds: float) -> str:
-    """Return a time that has passed, as people say it.
+    """Return an age in whole s, min, h or d.
 
     >>> age_text(-3), age_text(5.2), age_text(60), age_text(200), age_text(8000), age_text(200_000)
     ('0 s', '5 s', '1 min', '3 min', '2 h', '2 d')
@@ -108,7 +108,7 @@ def age_text(seconds: float) -> str:
 
 
 def iso_text(seconds: float | None) -> str | None:
-    """Return seconds since 1970 as a time of ISO 8601 in UTC; None where a calendar has none.
+    """Return seconds since 1970 as an ISO 8601 time in UTC; None outside of the calendar's range.
 
     >>> iso_text(1.8e9), iso_text(None), iso_text(1e300)
     ('2027-01-15T08:00:00Z', None, None)
@@ -121,7 +121,7 @@ def iso_text(seconds: float | None) -> str | None:
 
 
 def check_file(option: str, path: Path) -> None:
-    """Raise ConfigError for a file of `option` that cannot be written, before the work for it."""
+    """Raise ConfigError if the file of `option` cannot be written; call it before the work."""
     folder, reason = path.parent, None
     if path.is_dir():
         reason = "it is a directory"
@@ -130,12 +130,12 @@ def check_file(option: str, path: Path) -> None:
     elif not os.access(path if path.exists() else folder, os.W_OK):
         reason = "permission denied"
     if reason is not None:
-        remedy = "Name a file in a directory that is there and yours."
+        remedy = "Name a file in an existing directory that you may write."
         raise ConfigError(f"{option} cannot be written: {reason}. {remedy}")
 
 
 def write_file(option: str, path: Path, content: str | bytes) -> None:
-    """Write a file that `option` names, and a line on stderr. ConfigError where that fails."""
+    """Write the file of `option`, and print a line to stderr. ConfigError if that fails."""
     try:
         replace_file(path, content)
     except OSError as error:
@@ -144,7 +144,7 @@ def write_file(option: str, path: Path, content: str | bytes) -> None:
 
 
 def write_remedy(reason: str) -> str:
-    """Return what to do about files in run.dir that could not be written, by the system's reason.
+    """Return the remedy for files in run.dir that could not be written, by the system's reason.
 
     >>> write_remedy("Permission denied")
     'Use another run.dir, or make this one writable.'
@@ -155,10 +155,10 @@ def write_remedy(reason: str) -> str:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file whole or not at all, by rename, so that a kill leaves the old or the new one.
+    """Write a file atomically, by rename: a kill leaves the old or the new content.
 
-    The target of a link is replaced. What is no plain file, such as /dev/stdout, and a file in a
-    directory that is not the user's, is written in place. Raises OSError.
+    A link's target is replaced. Special files, such as /dev/stdout, and files in a directory that
+    the user cannot write are written in place. Raises OSError.
     """
     data, target = content.encode() if isinstance(content, str) else content, path.resolve()
     if target.exists() and not (target.is_file() and os.access(target.parent, os.W_OK)):
@@ -166,19 +166,19 @@ def replace_file(path: Path, content: str | bytes) -> None:
         return
     part = target.with_name(f".{target.name}.part")
     try:
-        part.unlink(missing_ok=True)  # left by a killed process; or a link
+        part.unlink(missing_ok=True)  # a killed process's file, or a link that must not be followed
         with part.open("xb") as file:
             file.write(data)
         if target.exists():
             shutil.copymode(target, part)
         os.replace(part, target)
     except OSError:
-        part.unlink(missing_ok=True)  # after a full disk
+        part.unlink(missing_ok=True)  # a partial file, for example of a full disk
         raise
 
 
 def json_safe(value: Any) -> Any:
-    """Return lists and dicts with None in place of non-finite numbers, which JSON lacks."""
+    """Return a value with None in place of non-finite numbers, which JSON lacks."""
     if isinstance(value, dict):
         return {key: json_safe(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

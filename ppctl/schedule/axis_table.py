@@ -1,7 +1,7 @@
-"""The axes of a device mesh, a record each: the only place that lists them.
+"""The axes of a device mesh, one record each. No other place lists them.
 
 Settings, meshes, shardings, sums of gradients, predictions and their texts follow from the records
-(`mesh_axes`). A new axis is a record here, and a model that divides itself over it.
+(`mesh_axes`). A new axis needs a record in this file, and a model that is sharded over it.
 """
 
 from dataclasses import dataclass
@@ -14,33 +14,32 @@ Divided = Literal["batch", "stages", "parameters", "weights", "tokens", "experts
 class Axis:
     """An axis of the mesh.
 
-    divides: what its devices have different parts of. parameters: stored in parts, whole when
-    computed with. weights, experts: parts that a device computes with, as a model states
-    (`StackOptions.divided`, `sharding`). A device's gradient of a leaf is summed over every axis
-    that does not divide the leaf.
-    in_stage: whether tasks of a stage communicate over it. mesh.order cannot name such an axis: it
-    goes over hosts after all others.
+    divides: data that is split over the axis. "parameters" are stored in parts and gathered for
+    compute; "weights" and "experts" stay in parts, as a model declares (`StackOptions.divided`,
+    `sharding`). The gradient of a parameter is summed over every axis that does not divide it.
+    in_stage: whether tasks of a stage communicate over the axis. mesh.order cannot name such an
+    axis: it is placed over hosts after all others.
     """
 
     name: str
-    about: str  # of mesh.NAME, for help
+    about: str  # help text of mesh.NAME
     divides: tuple[Divided, ...]
-    hosts_place: int  # in the order over hosts: 0 goes first, over the slowest links
+    hosts_place: int  # position in the order over hosts; 0: first, over the slowest links
     in_stage: bool = False
-    in_one_host: bool = False  # whether a mesh on which it goes over hosts is refused
-    in_mesh_text: bool = False  # whether mesh=AxBxC gives its size by position
-    tuned_about: str = "1"  # sizes that `ppctl tune` takes by default; of an axis in a stage
+    in_one_host: bool = False  # a mesh with this axis across hosts is refused
+    in_mesh_text: bool = False  # mesh=AxBxC gives the size by position
+    tuned_about: str = "1"  # default sizes in `ppctl tune`, for an axis inside a stage
 
 
 MESH_AXES = (
-    # ranks exchange little, so pp goes over hosts first; dp sums gradients once a step; fsdp
-    # gathers parameters, the most bytes; those in a stage send in every layer of every microbatch
+    # order over hosts: pp first, as ranks exchange little; dp sums gradients once a step; fsdp
+    # gathers parameters, the most bytes; axes in a stage send in every layer of every microbatch
     Axis("dp", "data-parallel replicas", ("batch",), hosts_place=1, in_mesh_text=True),
     Axis("pp", "pipeline ranks", ("stages",), hosts_place=0, in_mesh_text=True),
     Axis("fsdp", "shards of the parameters", ("batch", "parameters"), 2, in_mesh_text=True),
     Axis(
         "ep",
-        "parts of the experts; elsewhere data-parallel replicas",
+        "parts of the experts; data-parallel replicas for all other layers",
         ("batch", "experts"),
         hosts_place=3,
         in_stage=True,

@@ -1,4 +1,4 @@
-"""Costs of work: the seconds and bytes of one stage that simulator and planner use."""
+"""Costs of tasks: seconds and bytes, for simulator, search and planner."""
 
 import math
 from dataclasses import dataclass
@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from ppctl.errors import ConfigError
 from ppctl.schedule.remat import Remat
 
-# the cost of each kind of task
+# field of `Costs` for each kind of task
 OF_STAGES = {"F": "forward_s", "I": "input_grad_s", "W": "weight_grad_s"}
 OF_PARTS = {"E": "embedding_s", "S": "logits_s", "T": "logits_grad_s", "G": "embedding_grad_s"}
-OfStages = float | tuple[float, ...]  # a microbatch through 1/p of the model | each stage
+OfStages = float | tuple[float, ...]  # cost of 1/p of the model | cost of each stage
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of one microbatch; by default the papers' unit: F = I = W = 1, free transfers.
+    """Costs of one microbatch. Default: the papers' units, F = I = W = 1 and free transfers.
 
-    Those of stages are a number, for one microbatch through 1/p of the model (each of a rank's V
-    chunks costs 1/V), or a tuple with the cost of each stage in model order.
+    A stage cost is a number for 1/p of the model (each of a rank's V chunks costs 1/V), or a tuple
+    with one cost for each stage in model order.
 
     >>> Costs().backward_s
     2.0
@@ -25,32 +25,32 @@ class Costs:
     3.0
     """
 
-    forward_s: OfStages = 1.0  # F
-    input_grad_s: OfStages = 1.0  # I
-    weight_grad_s: OfStages = 1.0  # W
+    forward_s: OfStages = 1.0  # seconds of F
+    input_grad_s: OfStages = 1.0  # seconds of I
+    weight_grad_s: OfStages = 1.0  # seconds of W
     transfer_s: float = 0.0  # seconds from the end of a task until the next rank can read its value
     activation_bytes: OfStages = 0.0  # bytes that a forward keeps for its backward
-    # where the vocabulary is divided: of every rank's part, or a tuple with the cost of each part
-    embedding_s: OfStages = 0.0  # E
-    logits_s: OfStages = 0.25  # S
-    logits_grad_s: OfStages = 0.5  # T
-    embedding_grad_s: OfStages = 0.0  # G
+    # costs of a vocabulary part: a number for all parts, or a tuple with one for each
+    embedding_s: OfStages = 0.0  # seconds of E
+    logits_s: OfStages = 0.25  # seconds of S
+    logits_grad_s: OfStages = 0.5  # seconds of T
+    embedding_grad_s: OfStages = 0.0  # seconds of G
 
     def __post_init__(self) -> None:
         settings: dict[str, OfStages] = vars(self)
         for name, value in settings.items():
             what, unit = ("time", "seconds") if name.endswith("_s") else ("size", "bytes")
             for number in value if isinstance(value, tuple) else (value,):
-                if not 0 <= number < math.inf:  # written so that NaN fails
+                if not 0 <= number < math.inf:  # NaN fails too
                     use = f"Use a finite number of {unit}, at least 0."
                     raise ConfigError(f"{name}={number} is not a {what}. {use}")
 
     @property
     def backward_s(self) -> float:
-        """Return the seconds of B = I + W through 1/p of the model, where both are numbers."""
+        """Return the seconds of B = I + W through 1/p of the model; costs must be plain numbers."""
         i, w = self.input_grad_s, self.weight_grad_s
         if isinstance(i, tuple) or isinstance(w, tuple):
-            raise AssertionError("costs of each stage: see seconds")
+            raise AssertionError("costs differ by stage: use `seconds`")
         return i + w
 
     def seconds(self, kind: str, stage: int, num_chunks: int) -> float:
@@ -66,7 +66,7 @@ class Costs:
         return _of_stage(self.activation_bytes, stage, num_chunks)
 
     def check(self, num_stages: int, vocab_parts: int = 0) -> None:
-        """Raise ConfigError for a tuple without one entry a stage, or a part of the vocabulary."""
+        """Raise ConfigError unless each tuple has one entry a stage, or a vocabulary part."""
         stages = num_stages, "stages", "each stage, or a number for 1/p of the model"
         parts = (
             vocab_parts,
@@ -86,10 +86,10 @@ def _of_stage(cost: OfStages, stage: int, num_chunks: int) -> float:
 
 
 def task_costs(remat: Remat | str, trained: float = 1.0) -> Costs:
-    """Return relative seconds: F = I = W = 1, and an I that recomputes runs a forward more.
+    """Return relative costs: F = I = W = 1; I = 2 with remat=layer or full (it reruns the forward).
 
-    trained: the share of the layers' weights that W computes gradients of, 0..1. ConfigError for
-    another remat than none, layer or full.
+    trained: the trained share of the layers' weights, 0..1, which is the cost of W. ConfigError for
+    an unknown remat.
 
     >>> task_costs("layer").backward_s, task_costs("none", trained=0.25).weight_grad_s
     (3.0, 0.25)

@@ -1,4 +1,4 @@
-"""How an executor runs a schedule, as checks, commands and the planner know it before it runs."""
+"""Traits of executors that checks, commands and the planner need before a run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,11 +7,11 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class EngineTraits:
-    """The traits of an executor.
+    """How an executor runs a schedule.
 
-    timeline: "ticks": ranks run in lockstep, as one program on a ring; "tasks": each task is a
-    program, dispatched by the host to ranks that run freely; None: there are no ranks, one device
-    runs the whole model.
+    timeline: "ticks": all ranks run one program in lockstep, on a ring. "tasks": the host
+    dispatches each task as a program, and ranks run freely. None: no ranks, one device runs the
+    whole model.
     """
 
     timeline: Literal["ticks", "tasks"] | None
@@ -22,16 +22,16 @@ class EngineTraits:
 
     @property
     def in_ticks(self) -> bool:
-        """Whether values have the slots of ticks, and all ranks hold stages like the largest."""
+        """Return whether ranks run in ticks: values in slots, all stages padded to the largest."""
         return self.timeline == "ticks"
 
     @property
     def dispatches_tasks(self) -> bool:
-        """Whether programs, with their temporaries, are those of tasks, and not of a whole step."""
+        """Return whether each task, instead of the whole step, is a program with temporaries."""
         return self.timeline == "tasks"
 
     def rank_layers(self, sizes: Sequence[int], rank_of: Sequence[int]) -> int:
-        """Return the layers of the largest rank, with padding, of the layers of each stage.
+        """Return the number of layers of the largest rank, padding included.
 
         >>> [engine.rank_layers((2, 1), (0, 0)) for engine in (IN_TICKS, BY_TASKS)]
         [4, 3]

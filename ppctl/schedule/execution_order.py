@@ -1,9 +1,9 @@
-"""The one walk over a schedule: tasks in an order that ranks can really run, with start and end.
+"""The walk over a schedule: tasks in an order that ranks can run, with start and end times.
 
 The dependency rule of `ir` is the same for every microbatch, so it is evaluated once for each stage
-and kind; the walk then runs on integers. A schedule of 131,072 tasks takes a fraction of a second,
-and a search times thousands of orders of one schedule. Other walks are special for a reason: `pack`
-counts ticks, `free_running` slows ranks down, and in `ChoosingRanks` ranks choose their tasks.
+and kind, and the walk runs on integers. It takes a fraction of a second for 131,072 tasks; a search
+times thousands of orders of one schedule. Three other walks differ for a reason: `pack` counts
+ticks, `free_running` slows ranks down, and in `ChoosingRanks` ranks choose their next tasks.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ppctl.schedule.ir import WRITES, Kind, Schedule, Task, writes
 from ppctl.schedule.search.placement_costs import Ledger
 
 NEVER = float("inf")
-Orders = list[list[int]]  # for each rank the numbers of its tasks, in program order
+Orders = list[list[int]]  # task numbers of each rank, in program order
 NONE = -1
 
 
 @dataclass(frozen=True)
 class Rule:
-    """The dependency rule in integers: the number of value (name, stage, m) is its base plus m.
+    """The dependency rule on integers: value (name, stage, m) has number base[name, stage] + m.
 
-    For each (stage, kind), or part of the vocabulary for the stage, `reads` are (base, does the
-    value cross ranks), `writes` are bases.
+    `reads` holds for each (stage or vocabulary part, kind) the values' bases and whether they cross
+    ranks; `writes` holds the bases.
     """
 
     num_values: int
@@ -53,15 +53,15 @@ class Rule:
 
 @dataclass
 class TimedOrders:
-    """Orders run by free ranks: of each task start, end, and the task whose end set the start."""
+    """Times of orders on free-running ranks, as lists over task numbers."""
 
     makespan_s: float
     start_s: list[float]
     end_s: list[float]
-    waits_for: list[int]  # a task, or NONE
+    waits_for: list[int]  # task whose end set the start, or NONE
 
     def critical_path(self) -> list[int]:
-        """Return a chain of tasks from 0 to the last end, each waiting for its predecessor."""
+        """Return the chain of tasks from 0 s to the last end, each waiting for the one before."""
         task = max(range(len(self.end_s)), key=self.end_s.__getitem__)
         path: list[int] = []
         while task != NONE:
@@ -71,11 +71,12 @@ class TimedOrders:
 
 
 class Jobs:
-    """The tasks of `schedule` as numbers, with their values and costs; `first`: its orders.
+    """The tasks of a schedule as numbers, with their values, costs and memory.
 
-    `rank`, `microbatch`, `seconds`, `needs` (bases of values with seconds until they arrive),
-    `makes` (bases), `rise` and `change` are lists over task numbers. ledger: the units of memory;
-    None: stashes are counted. `spent` counts the tasks that runs have timed so far.
+    Lists over task numbers: `rank`, `microbatch`, `seconds`, `needs` (base and transfer seconds of
+    each value read), `makes` (bases of values written), `rise` and `change` (memory). A base is the
+    number of microbatch 0's value, see `Rule`. `first`: the orders of `schedule`. `spent`: number
+    of tasks that `run` has timed so far. ledger: memory of the tasks; None: one unit a stash.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs, ledger: Ledger | None = None):
@@ -106,20 +107,20 @@ class Jobs:
 
     @cached_property
     def rise(self) -> list[int]:
-        """Return the extra memory of a rank while each task runs."""
+        """Return the memory that each task adds on its rank while it runs."""
         return [self.ledger.rise(stage, kind) for stage, kind, _ in self.tasks]
 
     @cached_property
     def change(self) -> list[int]:
-        """Return the change of a rank's memory by each task."""
+        """Return the change of the rank's memory after each task has ended."""
         return [self.ledger.change(stage, kind) for stage, kind, _ in self.tasks]
 
     def run(self, orders: Orders, limit_s: float = float("inf")) -> TimedOrders | None:
-        """Return the times of orders; None if ranks block, or a task ends at limit_s or later.
+        """Return the times of `orders`; None if ranks block, or a task ends at limit_s or later.
 
-        `at` is then the step of each rank; `ran` are the tasks in an order that ranks can run.
+        Sets `at`, the step that each rank reached, and `ran`, the tasks in an order that can run.
         """
-        # 1. times of tasks and values; of each rank its step, its time, its last task
+        # 1. times of tasks and values; step, time and last task of each rank
         needs, makes, seconds, number = self.needs, self.makes, self.seconds, len(self.seconds)
         microbatch = self.microbatch
         start_s, end_s, waits_for = [0.0] * number, [0.0] * number, [NONE] * number
@@ -129,7 +130,7 @@ class Jobs:
         self.at, self.ran, waiting = at, list[int](), dict[int, list[int]]()
         ran = self.ran.append
         ready, left, latest_s = list(range(self.num_ranks)), number, 0.0
-        # 2. each ready rank goes on until a value is missing
+        # 2. advance each ready rank until a value is missing
         while ready:
             rank = ready.pop()
             order, step, now_s, last = orders[rank], at[rank], free_s[rank], before[rank]

@@ -1,8 +1,8 @@
 """Pairs of neighbours in a rank's order, an F and a B or I, that run as one program.
 
-A pair begins when both of its tasks can, and others read its values when both have ended, so ranks
-may wait for it. Those tasks are paired with which the step, if a pair took as long as its tasks, is
-at most `MOST_LONGER` times as long, at the schedule's relative costs.
+A pair starts once both tasks can start, and its values exist once both have ended, so other ranks
+may wait longer. Tasks are paired if the step gets at most `MOST_LONGER` times as long. This assumes
+the schedule's relative costs, and that a pair takes as long as its two tasks.
 """
 
 from heapq import heappop, heappush
@@ -12,21 +12,21 @@ from ppctl.schedule.costs import Costs
 from ppctl.schedule.execution_order import Jobs
 from ppctl.schedule.ir import Schedule, Task
 
-MOST_LONGER = 1.03
+MOST_LONGER = 1.03  # largest allowed factor on the step time
 
 
 def fused_order(schedule: Schedule, costs: Costs) -> list[tuple[Task, ...]]:
-    """Return the tasks of all ranks by their start, pairs together; each after what it reads.
+    """Return the tasks of all ranks by start, pairs together, each after the tasks it depends on.
 
-    A rank that can start a task takes its next one along, if the values that both read are written
-    and both end early enough for the tasks after them.
+    A rank that can start a task pairs it with its next one if the values of both are written and
+    both end early enough for the tasks after them.
 
     >>> from ppctl.schedule.families.one_f_one_b import eager_1f1b
     >>> order = fused_order(eager_1f1b(2, 4), Costs())
     >>> [" ".join(map(str, tasks)) for tasks in order if len(tasks) == 2]
     ['0B0 0F3']
     """
-    # 1. tasks as numbers; of each rank the place in its order, and the end of its last task
+    # 1. tasks as numbers; step of each rank, and the end of its last task
     jobs = Jobs(schedule, costs)
     latest_s, seconds, microbatch = _latest_ends(jobs), jobs.seconds, jobs.microbatch
     at, free_s = [0] * jobs.num_ranks, [0.0] * jobs.num_ranks
@@ -34,13 +34,13 @@ def fused_order(schedule: Schedule, costs: Costs) -> list[tuple[Task, ...]]:
     waiting, found = set(range(jobs.num_ranks)), list[tuple[float, list[int]]]()
 
     def ready_s(task: int, free_s: float) -> float | None:
-        """Return when a task can start on a rank that is free then; None: not known yet."""
+        """Return a task's start in seconds on a rank free at free_s; None if still unknown."""
         reads = {base + microbatch[task]: hop_s for base, hop_s in jobs.needs[task]}
         if not reads.keys() <= written_s.keys():
             return None
         return max([free_s, *(written_s[value] + hop_s for value, hop_s in reads.items())])
 
-    # 2. ranks in order of time: a task, with the next one if both end in time
+    # 2. in order of time, let a rank run a task, with the next one if both end in time
     while True:
         for rank in [*waiting]:
             for task in jobs.first[rank][at[rank] : at[rank] + 1]:
@@ -71,7 +71,7 @@ def _can_pair(jobs: Jobs, group: list[int]) -> bool:
 
 
 def _latest_ends(jobs: Jobs) -> list[float]:
-    """Return for each task its latest end with which the step is no longer than allowed."""
+    """Return the latest end of each task, in seconds, for a step MOST_LONGER times as long."""
     times = jobs.run(jobs.first)
     assert times is not None, "a valid schedule"
     latest_s = [MOST_LONGER * times.makespan_s] * len(jobs.tasks)

@@ -1,14 +1,19 @@
-"""The schedule as data: tasks, the values they read and write, and the order each rank runs them.
+"""The schedule as data: tasks, the values that they read and write, and each rank's order of tasks.
 
 The dependency rule (`reads`, `writes`) is stated here and nowhere else: validation, transfers,
-ticks and memory follow from it. Vocabulary: stage 0..S-1 in model order; rank = index along mesh
-axis pp; a rank holds V stages (chunks).
+ticks and memory follow from it. Terms: stage 0..S-1 in model order; rank = index along mesh axis
+pp; a rank holds V stages (chunks).
 
-Where embedding and head are divided over the ranks by their vocabulary (arXiv 2411.05288), rank r
-has part r, and four tasks for each microbatch: E looks up its tokens; S computes its logits and
-their sums; T, from the sums of all parts, the gradients of its logits, of its weights and of the
-last stage's output; G the gradients of its embeddings. Otherwise embedding and head belong to the
-first and the last stage.
+Vocabulary parallelism (arXiv 2411.05288) divides embedding and head over the ranks by vocabulary.
+Rank r holds part r and runs four tasks for each microbatch:
+
+    E  looks up the embeddings of the part's tokens
+    S  computes the part's logits and their softmax sums
+    T  computes, from the sums of all parts, the gradients of the part's logits and head weights,
+       and its share of the gradient of the last stage's output
+    G  computes the gradient of the part's embedding
+
+Otherwise the first stage embeds, and the last stage computes the logits and the loss.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from typing import ClassVar, Literal, NamedTuple
 from ppctl.errors import ScheduleError
 
 Kind = Literal["F", "B", "I", "W", "E", "S", "T", "G"]
-# of each kind the values that exist once a task has run
+# values that a task of each kind writes
 STAGE_WRITES: dict[Kind, tuple[str, ...]] = {
     "F": ("act", "stash"),  # forward
     "B": ("grad", "wgrad"),  # full backward
@@ -45,24 +50,22 @@ _CELL = re.compile(rf"([0-9]{{1,9}})([{''.join(ALL_KINDS)}])([0-9]{{1,9}})")
 
 
 class Task(NamedTuple):
-    """A cell of work: `kind` of `stage` for `microbatch`, in the text form of PyTorch's pipelining.
-
-    For E, S, T and G `stage` is the part of the vocabulary, which has the number of its rank.
+    """A unit of work on one microbatch; its text form (2F0) is that of PyTorch's pipelining.
 
     >>> str(Task(2, "F", 0)), Task.parse("0B3")
     ('2F0', Task(stage=0, kind='B', microbatch=3))
     """
 
-    stage: int
-    kind: Kind
-    microbatch: int
+    stage: int  # index in model order; for E, S, T and G the vocabulary part, which is its rank
+    kind: Kind  # F forward, B backward, I input gradients, W weight gradients; E, S, T, G of a part
+    microbatch: int  # index from 0
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
 
     @staticmethod
     def parse(cell: str) -> Task:
-        """Return the task that `cell` names. ScheduleError with the grammar if it names none."""
+        """Parse a cell such as 2F0. ScheduleError, with the grammar, for any other text."""
         match = _CELL.fullmatch(cell.strip())
         if match is None:
             grammar = f"<stage><kind><microbatch> with kind one of {', '.join(ALL_KINDS)}"
@@ -72,7 +75,7 @@ class Task(NamedTuple):
 
 
 class Value(NamedTuple):
-    """A value that tasks read and write: of WRITES, those of parts for part `stage`."""
+    """A value that tasks read and write, named in WRITES. `stage` may be a vocabulary part."""
 
     name: str
     stage: int
@@ -83,7 +86,9 @@ class Value(NamedTuple):
 
 
 def reads(task: Task, num_stages: int, vocab_parts: int = 0) -> tuple[Value, ...]:
-    """Return the values that must exist before `task` runs. vocab_parts: of the vocabulary, or 0.
+    """Return the values that must exist before `task` runs.
+
+    vocab_parts: number of parts of a divided vocabulary; 0: embedding and head are whole.
 
     >>> [str(v) for v in reads(Task(1, "B", 0), num_stages=4)]
     ['stash(1,0)', 'grad(2,0)']
@@ -115,27 +120,26 @@ def reads(task: Task, num_stages: int, vocab_parts: int = 0) -> tuple[Value, ...
 
 
 def writes(task: Task) -> tuple[Value, ...]:
-    """Return the values that exist once `task` has run.
+    """Return the values that `task` writes.
 
-    Unless the vocabulary is divided, the last stage's act is the loss, and stage 0's grad is
-    dropped.
+    With a whole vocabulary the last stage's act is the loss, and no task reads stage 0's grad.
     """
     return tuple(Value(name, task.stage, task.microbatch) for name in WRITES[task.kind])
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Every rank's program: `ranks[r]` are rank r's tasks in order, rank_of[s] holds stage s."""
+    """The program of every rank, as immutable data."""
 
-    name: str
-    ranks: tuple[tuple[Task, ...], ...]
-    rank_of: tuple[int, ...]
-    num_microbatches: int
-    part_ranks: tuple[int, ...] = ()  # the rank of each part of the vocabulary; (): it is whole
-    html: ClassVar[Callable[[Schedule], str] | None] = None  # for notebooks; ppctl/__init__.py
+    name: str  # label in tables and errors
+    ranks: tuple[tuple[Task, ...], ...]  # tasks of each rank in program order
+    rank_of: tuple[int, ...]  # rank of each stage
+    num_microbatches: int  # microbatches in a step
+    part_ranks: tuple[int, ...] = ()  # rank of each vocabulary part; (): the vocabulary is whole
+    html: ClassVar[Callable[[Schedule], str] | None] = None  # notebook chart, see ppctl/__init__.py
 
     def _repr_html_(self) -> str | None:
-        """Return the chart that notebooks show."""
+        """Return the chart for notebooks as HTML."""
         return None if Schedule.html is None else Schedule.html(self)
 
     @property
@@ -148,15 +152,15 @@ class Schedule:
 
     @property
     def vocab_parts(self) -> int:
-        """Return the number of parts of the vocabulary; 0: embedding and head are whole."""
+        """Return the number of vocabulary parts; 0 if embedding and head are whole."""
         return len(self.part_ranks)
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
-        """Return the rank of each stage, or part, that has tasks of a kind, or values of a name."""
+        """Return each stage's rank; each vocabulary part's for a kind or value of parts."""
         return self.part_ranks if name in PART_KINDS or name in PART_VALUES else self.rank_of
 
     def rank_at(self, task: Task | Value) -> int:
-        """Return the rank of a task, or the rank that writes a value."""
+        """Return the rank that runs a task or writes a value."""
         name = task.kind if isinstance(task, Task) else task.name
         return self.ranks_of(name)[task.stage]
 
@@ -174,11 +178,11 @@ class Schedule:
 
     @cached_property
     def chunk_of(self) -> tuple[int, ...]:
-        """Return for each stage its number among its rank's chunks."""
+        """Return the index of each stage among the chunks of its rank."""
         return tuple(self.stages_of[rank].index(s) for s, rank in enumerate(self.rank_of))
 
     def chunk_at(self, task: Task) -> int:
-        """Return the chunk of a task's stage on its rank; 0 for parts of the vocabulary."""
+        """Return the index of a task's stage among its rank's chunks; 0 for vocabulary parts."""
         return 0 if task.kind in PART_KINDS else self.chunk_of[task.stage]
 
     @property
@@ -188,18 +192,18 @@ class Schedule:
 
     @cached_property
     def counts(self) -> tuple[tuple[tuple[str, int, int], ...], ...]:
-        """Return for each rank (kind, stage, number of tasks)."""
+        """Return the (kind, stage, number of tasks) triples of each rank."""
         counters = (Counter((task.kind, task.stage) for task in tasks) for tasks in self.ranks)
         return tuple(tuple((*which, n) for which, n in each.items()) for each in counters)
 
     @cached_property
     def kinds(self) -> frozenset[str]:
-        """Return the kinds that any task has."""
+        """Return the kinds of all tasks."""
         return frozenset(kind for rank in self.counts for kind, _, _ in rank)
 
     @property
     def has_backward(self) -> bool:
-        """Return whether any task is a backward, or a part of one."""
+        """Return whether any task is a B, I or W."""
         return not self.kinds.isdisjoint("BIW")
 
     @property
@@ -209,7 +213,7 @@ class Schedule:
 
 
 def split_backward(schedule: Schedule) -> Schedule:
-    """Return `schedule` with split backwards: each B becomes an I and, at once, its W.
+    """Return `schedule` with each B replaced by an I and, right after it, its W.
 
     >>> whole = Schedule("mine", ((Task(0, "B", 0),),), (0,), 1)
     >>> [str(task) for task in split_backward(whole).ranks[0]]

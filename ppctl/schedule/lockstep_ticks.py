@@ -1,4 +1,4 @@
-"""Ticks in lockstep: the tasks of every rank in each, their time, and slots for values between."""
+"""Lockstep ticks: the tasks of every rank in each tick, their time, slots for values."""
 
 import heapq
 from collections import Counter
@@ -26,44 +26,43 @@ Cells = tuple[tuple[TickCell, ...], ...]  # [tick][rank]
 
 
 class Passes(NamedTuple):
-    """The microbatches whose passes of vocabulary parts run in a tick on every rank, one each.
+    """The microbatches whose vocabulary passes run in a tick, on every rank for its part.
 
-    The embedding comes before the tick's tasks, S and T after the forwards, the embedding's
-    gradient last.
+    The pass E runs before the tick's other tasks, S and T after the forwards, G last (kinds: `ir`).
     """
 
-    embedded: int | None
-    head: int | None
-    embedding_grad: int | None
+    embedded: int | None  # microbatch of the pass E; None: the tick has none
+    head: int | None  # microbatch of the passes S and T
+    embedding_grad: int | None  # microbatch of the pass G
 
 
 IDLE = TickCell(None, None)
 Part = tuple[int, str]  # (stage, kind) of a task
-Phase = tuple[tuple[Task, ...], ...]  # the tasks of each rank until ranks meet
+Phase = tuple[tuple[Task, ...], ...]  # tasks of each rank until ranks synchronize
 PhaseParts = tuple[tuple[Part, ...], ...]
-Counted = tuple[tuple[PhaseParts, int], ...]  # phases; how often
-Rows = list[tuple[list[float], int]]  # the seconds of each rank; how often
+Counted = tuple[tuple[PhaseParts, int], ...]  # (phase, number of occurrences)
+Rows = list[tuple[list[float], int]]  # (seconds of each rank, number of occurrences)
 
 
 def runs_in_fb_ticks(schedule: Schedule) -> bool:
-    """Return whether placement is looped and backwards whole: a tick may run an F, then a B."""
+    """Return whether a tick may run an F, then a B: looped placement, unsplit backwards."""
     hops = pairwise(schedule.rank_of)
     is_loop = all(there == (here + 1) % schedule.num_ranks for here, there in hops)
     return is_loop and schedule.kinds.isdisjoint("IW")
 
 
 def passes_of(row: tuple[TickCell, ...], num_stages: int) -> Passes:
-    """Return the passes of a tick, which belong to the first and the last stage's tasks in it."""
+    """Return the vocabulary passes of a tick: those of its tasks of the first and last stage."""
     of_task = {task[:2]: task.microbatch for cell in row for task in cell if task is not None}
     last, first = num_stages - 1, of_task.get((0, "B"), of_task.get((0, "I")))
     return Passes(of_task.get((0, "F")), of_task.get((last, "F")), first)
 
 
 def tick_phases(schedule: Schedule, cells: Cells) -> Iterator[list[Phase]]:
-    """Yield the phases of each tick, with the tasks of vocabulary parts, whatever their order.
+    """Yield the phases of each tick, tasks of vocabulary parts included.
 
-    Ranks meet before the parts of the last stage's head: such a tick has two phases. In a program
-    of forward-backward ticks the head comes between forwards and backwards, else after all tasks.
+    Ranks synchronize before S, so a tick with a head pass has two phases. Forward-backward ticks
+    run the head between forwards and backwards, single-op ticks after all other tasks.
     """
     between, parts = runs_in_fb_ticks(schedule), schedule.kinds.intersection(PART_KINDS)
     for row in cells:
@@ -86,7 +85,7 @@ def tick_phases(schedule: Schedule, cells: Cells) -> Iterator[list[Phase]]:
 
 
 def counted(schedule: Schedule, cells: Cells) -> Counted:
-    """Return the phases of ticks without microbatches, and how often each occurs."""
+    """Return the distinct phases, microbatches ignored, with their numbers of occurrences."""
     rows = Counter[PhaseParts](
         tuple(tuple(task[:2] for task in tasks) for tasks in phase)
         for phases in tick_phases(schedule, cells)
@@ -96,13 +95,13 @@ def counted(schedule: Schedule, cells: Cells) -> Counted:
 
 
 def counted_s(rows: Counted, costs: Costs, num_chunks: int) -> float:
-    """Return the seconds of ticks in lockstep: each its slowest rank's, plus one transfer."""
+    """Return the seconds of all phases; each takes its slowest rank's time plus one transfer."""
     timed = rows_s(rows, costs, num_chunks)
     return sum(number * (max(seconds) + costs.transfer_s) for seconds, number in timed)
 
 
 def rows_s(rows: Counted, costs: Costs, num_chunks: int) -> Rows:
-    """Return the seconds of each rank in each row."""
+    """Return the seconds of each rank in each phase, with the number of its occurrences."""
 
     def of_cell(cell: tuple[Part, ...]) -> float:
         return sum(costs.seconds(kind, stage, num_chunks) for stage, kind in cell)
@@ -112,11 +111,11 @@ def rows_s(rows: Counted, costs: Costs, num_chunks: int) -> Rows:
 
 
 def pack(schedule: Schedule, shape: TickShape) -> Cells:
-    """Return the tasks of every rank in ticks, in program order, as early as values allow.
+    """Return the tasks of each tick and rank, in program order, as early as values allow.
 
-    ScheduleError when the ranks wait for each other.
+    ScheduleError if ranks wait for each other.
     """
-    if schedule.part_ranks:  # parts have the ticks of the stages' tasks that they belong to
+    if schedule.part_ranks:  # parts run in the ticks of the stage tasks that they belong to
         of_stages = (filter(lambda task: task.kind in KINDS, tasks) for tasks in schedule.ranks)
         schedule = replace(schedule, ranks=tuple(map(tuple, of_stages)), part_ranks=())
     runs = _tick_runs(schedule)
@@ -136,22 +135,22 @@ def pack(schedule: Schedule, shape: TickShape) -> Cells:
                     at[rank] += 1
                 left -= at[rank] - step
             row.append(cell)
-        if left == before:  # a value missing now is missing for ever
+        if left == before:  # no rank can run: the missing value will never exist
             check_order(schedule)  # raises the error that names it
         rows.append(tuple(row))
     return tuple(rows)
 
 
 def _tick_runs(schedule: Schedule) -> Callable[[Task, int], bool]:
-    """Return run(task, tick): whether a task can run then, and if so its values are written."""
+    """Return run(task, tick), which records a task's values and returns True if it can run."""
     rule, never = Rule.of(schedule), 1 << 60
     stashes = {rule.base["stash", stage] for stage in range(schedule.num_stages)}
 
-    needs = {  # a stash is there at once
+    needs = {  # (base, ticks until the value can be read): 0 for a stash, else 1
         place: [(base, int(base not in stashes)) for base, _ in reads]
         for place, reads in rule.reads.items()
     }
-    written = [never] * rule.num_values  # the tick
+    written = [never] * rule.num_values  # tick of each value
 
     def run(task: Task, tick: int) -> bool:
         place, m = task[:2], task.microbatch
@@ -166,7 +165,7 @@ def _tick_runs(schedule: Schedule) -> Callable[[Task, int], bool]:
 
 
 class Slots:
-    """Slots of one kind on one rank. The lowest free one is taken: `count` is their peak."""
+    """Slots of one kind on one rank. `put` takes the lowest free slot, so `count` is the peak."""
 
     def __init__(self) -> None:
         self.free: list[int] = []

@@ -1,9 +1,9 @@
 """Lower bounds on time and memory that no schedule can beat: docs/derivations.md, "Lower bounds".
 
-For any placement and costs of each stage; and the least time under a cap on memory: every
-microbatch's stash lives at least through the forwards after it and the input gradients back to it.
-On each rank the sum of these sizes times lives is at most the cap times the time in which the rank
-runs tasks.
+They hold for any placement and any costs of the stages. The bound on time under a memory cap has
+this reason: each stash lives at least through the forwards after it and the input gradients back to
+it, and on each rank the sum of size times life over the stashes is at most the cap times the rank's
+span of tasks.
 """
 
 import math
@@ -14,7 +14,7 @@ from ppctl.schedule.search.placement_costs import Ledger
 
 
 def period_bound_s(schedule: Schedule, costs: Costs) -> float:
-    """Return the least period: the work of the busiest rank.
+    """Return the least period in seconds: the work of the busiest rank.
 
     >>> from ppctl.schedule.families.one_f_one_b import one_f_one_b
     >>> period_bound_s(one_f_one_b(8, 32), Costs())
@@ -26,9 +26,10 @@ def period_bound_s(schedule: Schedule, costs: Costs) -> float:
 def makespan_bound_s(
     schedule: Schedule, costs: Costs, num_microbatches: int | None = None
 ) -> float:
-    """Return the least makespan of any order of these tasks. num_microbatches: None for its own.
+    """Return the least makespan, in seconds, of any order of these tasks.
 
-    For each rank: its work, and what comes before and after it (`outside_s`).
+    It is the maximum over ranks of a rank's work plus its time outside the work (`outside_s`).
+    num_microbatches: number of microbatches to assume; None: that of the schedule.
 
     >>> from ppctl.schedule.families.one_f_one_b import one_f_one_b
     >>> makespan_bound_s(one_f_one_b(8, 32), Costs())
@@ -40,11 +41,11 @@ def makespan_bound_s(
 
 
 def peak_activations_bound(schedule: Schedule, costs: Costs, period_s: float) -> tuple[float, ...]:
-    """Return each rank's least peak of activations of any order that takes period_s at most.
+    """Return each rank's least peak of activations for any order within period_s.
 
-    Sum of lifespans over period (the building-block argument of arXiv 2405.15362): an activation
-    lives at least through the forwards after it, the input gradients back to it, and its weight
-    gradient.
+    The peak is at least the sum of lifespans divided by the period (the building-block argument of
+    arXiv 2405.15362). An activation lives at least through the forwards after it, the input
+    gradients back to it, and its weight gradient.
     """
     held_s, times = _held_s(schedule, costs, Ledger.counted(schedule)), schedule.num_microbatches
     lives_s = [times * sum(held_s[s] for s in stages) for stages in schedule.stages_of]
@@ -52,9 +53,9 @@ def peak_activations_bound(schedule: Schedule, costs: Costs, period_s: float) ->
 
 
 def bound_under_cap_s(schedule: Schedule, costs: Costs, ledger: Ledger, cap: int) -> float:
-    """Return the least makespan of any order of these tasks with no rank above `cap`.
+    """Return the least makespan, in seconds, of any order of these tasks within `cap` a rank.
 
-    Infinite where a rank has no room for a microbatch.
+    Infinite if a rank has no room for one microbatch. cap: in units of `ledger`.
 
     >>> from ppctl.schedule.families.one_f_one_b import one_f_one_b
     >>> schedule = one_f_one_b(4, 8)
@@ -65,7 +66,7 @@ def bound_under_cap_s(schedule: Schedule, costs: Costs, ledger: Ledger, cap: int
     if ledger.least(schedule) > cap:
         return math.inf
     least_s, held_s = makespan_bound_s(schedule, costs), _held_s(schedule, costs, ledger)
-    # 2. each rank's sum of sizes times lives, over its room
+    # 2. each rank's sum of sizes x lifetimes, divided by the room under the cap
     ranks = zip(schedule.stages_of, ledger.held, outside_s(schedule, costs), strict=True)
     for stages, held, other_s in ranks:
         needs = schedule.num_microbatches * sum(held_s[s] for s in stages)
@@ -75,7 +76,7 @@ def bound_under_cap_s(schedule: Schedule, costs: Costs, ledger: Ledger, cap: int
 
 
 def _held_s(schedule: Schedule, costs: Costs, ledger: Ledger) -> list[float]:
-    """Return for each stage units held times seconds of a microbatch. Any backward may be whole."""
+    """Return each stage's least memory x seconds of a microbatch; any backward may run as a B."""
     held_s: list[float] = []
     for s, trip_s in enumerate(trips_s(schedule, costs)):
         i_s, w_s = (costs.seconds(kind, s, schedule.num_chunks) for kind in "IW")
@@ -98,9 +99,9 @@ def trips_s(schedule: Schedule, costs: Costs) -> list[float]:
 
 
 def outside_s(schedule: Schedule, costs: Costs) -> list[float]:
-    """Return each rank's least seconds before its first task and after its last one together.
+    """Return each rank's least seconds before its first task plus after its last one.
 
-    Nothing has to come after a rank whose program weight gradients may end.
+    The latter are 0 for a rank whose last task may be a weight gradient.
     """
     before_s = _chain_s(schedule, costs, ("F",))
     after_s = _chain_s(schedule, costs, (_backward_kind(schedule),))
@@ -120,12 +121,12 @@ def _work_s(schedule: Schedule, costs: Costs) -> list[float]:
 
 
 def _backward_kind(schedule: Schedule) -> str:
-    """Return the kind in which a gradient passes each stage: I if any backward is split, else B."""
+    """Return the kind that passes gradients on: I if any backward is split, else B."""
     return "I" if schedule.is_split else "B"
 
 
 def _chain_s(schedule: Schedule, costs: Costs, kinds: tuple[str, ...]) -> list[float]:
-    """Return for each stage the seconds of a microbatch's `kinds` before it, with the hops."""
+    """Return, by stage, the seconds of a microbatch's `kinds` on earlier stages, with hops."""
     total_s, chain_s = 0.0, [0.0]
     for stage in range(schedule.num_stages - 1):
         crosses = schedule.rank_of[stage] != schedule.rank_of[stage + 1]

@@ -1,4 +1,4 @@
-"""Axes by what they divide, sizes of meshes and their texts, and sizes that they must divide."""
+"""Mesh axes by role, sizes of meshes and their texts, and checks of sizes that axes divide."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import field, make_dataclass
@@ -10,7 +10,7 @@ from ppctl.schedule.axis_table import MESH_AXES, Axis, Divided
 
 
 def axes_dividing(*parts: Divided) -> tuple[str, ...]:
-    """Return the names of the axes that divide any of these.
+    """Return the names of the axes that divide any of `parts`.
 
     >>> axes_dividing("batch"), axes_dividing("weights", "experts")
     (('dp', 'fsdp', 'ep'), ('ep', 'tp'))
@@ -22,9 +22,9 @@ AXES = tuple(axis.name for axis in MESH_AXES)
 DATA_AXES = axes_dividing("batch")
 RANK_AXES = tuple(name for name in AXES if name not in axes_dividing("stages"))
 STAGE_AXES = tuple(axis.name for axis in MESH_AXES if axis.in_stage)
-SHARD_AXES = axes_dividing("weights", "experts")  # that the sharding of a model may name
+SHARD_AXES = axes_dividing("weights", "experts")  # axes that a model's sharding may name
 TEXT_AXES = tuple(axis.name for axis in MESH_AXES if axis.in_mesh_text)
-# axes of equal copies of most parameters, whose gradients they sum
+# axes with copies of most parameters: gradients are summed over them
 COPY_AXES = tuple(name for name in RANK_AXES if name not in axes_dividing("parameters", "weights"))
 
 
@@ -46,9 +46,10 @@ def axes_record(
     *,
     is_frozen: bool = False,
 ) -> Any:
-    """Return a dataclass with a field for each of these axes, to inherit from.
+    """Return a base dataclass with a field for each of these axes.
 
-    kind, default: of each field. about: its help, formatted with the fields of the axis.
+    kind, default: type and default of each field. about: help text, a format string that may use
+    the fields of `Axis`.
     """
 
     def field_of(axis: Axis) -> tuple[str, Any, Any]:
@@ -64,7 +65,7 @@ class MeshSizes(axes_record(is_frozen=True)):
 
     @classmethod
     def of(cls, sizes: Mapping[str, Any]) -> Self:
-        """Return the sizes in a mapping that may have other keys; axes without one have size 1.
+        """Return the sizes in a mapping. Other keys are ignored; missing axes have size 1.
 
         >>> MeshSizes.of({"pp": 4, "order": "auto"})
         MeshSizes(dp=1, pp=4, fsdp=1, ep=1, tp=1, cp=1)
@@ -84,7 +85,7 @@ class MeshSizes(axes_record(is_frozen=True)):
         return prod(self.shape)
 
     def along(self, axes: Iterable[str]) -> int:
-        """Return the number of devices along some axes.
+        """Return the number of devices along `axes` together.
 
         >>> MeshSizes(2, 4, 2).along(DATA_AXES)
         4
@@ -92,11 +93,11 @@ class MeshSizes(axes_record(is_frozen=True)):
         return prod(getattr(self, name) for name in axes)
 
     def only(self, axes: Iterable[str]) -> Self:
-        """Return these sizes along some axes, and 1 along others."""
+        """Return these sizes along `axes`, and 1 along all others."""
         return MeshSizes(**{name: getattr(self, name) for name in axes})
 
     def shown(self, axes: Iterable[str] = AXES) -> dict[str, int]:
-        """Return sizes by axis, without those inside a stage that are 1.
+        """Return the sizes by axis; axes inside a stage are left out if 1.
 
         >>> MeshSizes(2, 4).shown(), MeshSizes(2, 4, tp=2).shown(DATA_AXES)
         ({'dp': 2, 'pp': 4, 'fsdp': 1}, {'dp': 2, 'fsdp': 1})
@@ -105,7 +106,7 @@ class MeshSizes(axes_record(is_frozen=True)):
 
 
 def shown_sizes(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes of axes, without those inside a stage that are 1, in the table's order."""
+    """Return the sizes in the order of AXES; axes inside a stage are left out if 1."""
     return {
         name: sizes[name]
         for name in AXES
@@ -114,7 +115,7 @@ def shown_sizes(sizes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def axes_text(sizes: Mapping[str, Any]) -> str:
-    """Return the axes with their sizes, those inside a stage where they divide anything.
+    """Return the axes with their sizes as text; axes inside a stage are left out if 1.
 
     >>> axes_text({"dp": 2, "pp": 4, "fsdp": 1, "tp": 2, "cp": 1})
     'dp=2 pp=4 fsdp=1 tp=2'
@@ -123,7 +124,7 @@ def axes_text(sizes: Mapping[str, Any]) -> str:
 
 
 def mesh_text(sizes: Mapping[str, Any]) -> str:
-    """Return sizes as one types them after `mesh=`: by position, other axes by name.
+    """Return the sizes as typed after `mesh=`: by position, then other axes by name.
 
     >>> mesh_text({"dp": 2, "pp": 4, "fsdp": 1}), mesh_text({"dp": 2, "pp": 4, "fsdp": 1, "tp": 2})
     ('2x4', '2x4x1x1x2')
@@ -133,14 +134,14 @@ def mesh_text(sizes: Mapping[str, Any]) -> str:
 
 
 def positional(sizes: Mapping[str, Any]) -> list[Any]:
-    """Return the sizes that `mesh=AxBxC` gives, without those at the end that are 1."""
+    """Return the sizes of `mesh=AxBxC`, at least two, without trailing 1s."""
     placed = [sizes.get(name, 1) for name in TEXT_AXES]
     used = max((i for i, size in enumerate(placed) if size != 1 or i < 2), default=0)
     return placed[: used + 1]
 
 
 def product_text(factors: Mapping[str, int]) -> str:
-    """Return a product of named factors in words.
+    """Return a product of named factors as text: names, sizes, result.
 
     >>> product_text({"dp": 2, "pp": 4})
     'dp*pp = 2*4 = 8'
@@ -150,30 +151,30 @@ def product_text(factors: Mapping[str, int]) -> str:
 
 
 def check_widths(tp: int, num_heads: int, num_kv_heads: int, hidden: Mapping[str, int]) -> None:
-    """Raise ConfigError for widths that tp does not divide. hidden: widths of MLPs, by name."""
+    """Raise ConfigError if tp does not divide heads or MLP widths. hidden: the widths, by name."""
     widths = {setting("model.num_heads"): num_heads, **hidden}
     for name, size in widths.items():
         if size % tp:
             divisors = (n for n in range(2, tp) if all(w % n == 0 for w in widths.values()))
             fitting = ", ".join(map(str, divisors))
             raise ConfigError(
-                f"{name}={size} is not a multiple of {setting('mesh.tp', tp)}: each device has "
-                f"whole heads and as many columns. Use {setting('mesh.tp', fitting or 1)}, or "
-                "other sizes of the model."
+                f"{name}={size} is not a multiple of {setting('mesh.tp', tp)}: each device "
+                "holds whole heads and equally many columns. Use "
+                f"{setting('mesh.tp', fitting or 1)}, or other sizes of the model."
             )
     if num_kv_heads % tp and tp % num_kv_heads:
         raise ConfigError(
             f"{setting('model.num_kv_heads', num_kv_heads)} and {setting('mesh.tp', tp)}: devices "
-            f"would share heads unevenly. Use a {setting('mesh.tp')} that divides it, or is a "
-            "multiple of it."
+            f"would share heads unevenly. Use a {setting('mesh.tp')} that divides the heads, or a "
+            "multiple of them."
         )
 
 
 def check_experts(num_experts: int | None, ep: int, tp: int, *, divides_rows: bool) -> None:
     """Raise ConfigError for experts that ep and tp do not divide.
 
-    num_experts: None: the model has none. divides_rows: whether devices along tp hold parts of the
-    rows of activations.
+    num_experts: None for a model without experts. divides_rows: whether rows of activations are
+    sharded along tp.
     """
     if num_experts is None:
         if ep > 1:
@@ -189,13 +190,13 @@ def check_experts(num_experts: int | None, ep: int, tp: int, *, divides_rows: bo
         name, size = ("mesh.ep", fitting[-1]) if fitting else ("mesh.tp", gcd(num_experts, tp))
         raise ConfigError(
             f"{setting('model.moe.num_experts', num_experts)} is not a multiple of "
-            f"{product_text(factors)}: each device has as many experts. Use "
+            f"{product_text(factors)}: each device holds equally many experts. Use "
             f"{setting(name, size)}, or another number of experts."
         )
     if tp > 1 and not divides_rows:
         raise ConfigError(
-            f"{setting('mesh.tp', tp)} divides experts by the rows of tokens, and "
-            f"{setting('executor.sequence_parallel', 'false')} leaves these whole. Use "
+            f"experts with {setting('mesh.tp', tp)} need the rows of tokens sharded, but "
+            f"{setting('executor.sequence_parallel', 'false')} keeps them whole. Use "
             f"{setting('executor.sequence_parallel', 'true')}, or {setting('mesh.tp', 1)}."
         )
 
@@ -204,7 +205,7 @@ def check_sequences(cp: int, num_tokens: int) -> None:
     """Raise ConfigError for sequences too short for cp, which divides each into 2*cp pieces."""
     if cp > 1 and num_tokens < 2 * cp:
         raise ConfigError(
-            f"sequences of {num_tokens} tokens are fewer than the 2*{setting('mesh.cp')} = 2*{cp} "
-            f"= {2 * cp} pieces that {setting('mesh.cp', cp)} divides each into. Use "
+            f"a sequence's {num_tokens} tokens are fewer than the 2*{setting('mesh.cp')} = 2*{cp} "
+            f"= {2 * cp} pieces that {setting('mesh.cp', cp)} divides it into. Use "
             f"{setting('mesh.cp', max(1, num_tokens // 2))} at most, or longer sequences."
         )

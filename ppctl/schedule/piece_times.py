@@ -1,4 +1,4 @@
-"""Seconds of a model's pieces, and those of its stages' tasks: embedding, layers, head, gathers."""
+"""Seconds of a model's pieces (embedding, layer, head, gathers), and stages' costs from them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,13 +12,10 @@ from ppctl.schedule.partition.partition import Partition, stage_costs
 
 @dataclass(frozen=True)
 class PieceTimes:
-    """Seconds of a microbatch through embedding, a layer or head, on a device working alone.
-
-    Recomputation is part of the input gradient.
-    """
+    """Seconds of a microbatch through one piece, on one device while the others are idle."""
 
     forward_s: float
-    input_grad_s: float
+    input_grad_s: float  # seconds, recomputation included
     weight_grad_s: float
 
     @property
@@ -30,14 +27,14 @@ FREE = PieceTimes(0.0, 0.0, 0.0)
 
 
 class LayerGathers(NamedTuple):
-    """Gathers over fsdp of layers that a task reads (executor.gather=layer)."""
+    """All-gathers over fsdp of the layers of a task (executor.gather=layer)."""
 
-    layer_s: float  # of one layer
-    is_ahead: bool  # the next layer is gathered while one is computed; else nothing is meanwhile
-    once_more: bool = False  # layers are scanned: the last one's turn gathers it once more
+    layer_s: float  # seconds to gather one layer
+    is_ahead: bool  # whether a gather overlaps the previous layer's compute; else it is exposed
+    once_more: bool = False  # whether the layer scan's last iteration makes one gather too many
 
     def through_s(self, layers: float, layer_s: float) -> float:
-        """Return the seconds of a task through so many layers, layer_s each without gathers.
+        """Return the seconds of a task through `layers` layers of layer_s each, with their gathers.
 
         >>> [LayerGathers(2.0, is_ahead).through_s(3, 5.0) for is_ahead in (True, False)]
         [17.0, 21.0]
@@ -52,28 +49,28 @@ class LayerGathers(NamedTuple):
 
 @dataclass(frozen=True)
 class OpTimes:
-    """Seconds of all pieces of a step, for one size of microbatch and one setting of remat.
+    """Seconds of all pieces of a step, for one microbatch size and one setting of remat.
 
-    embed, head: of the whole vocabulary, on the first and the last stage; free where it is divided.
+    embed, head: times of the whole vocabulary, on the first and the last stage; `FREE` if divided.
     """
 
     embed: PieceTimes
     layer: PieceTimes
     head: PieceTimes
-    task_s: float = 0.0  # of a task, besides its layers
-    hop_s: float = 0.0  # from the end of a task until its value can be read on the next rank
-    overhead_s: float = 0.0  # per step: gathering parameters, reducing gradients, the optimizer
-    capacity: float = inf  # devices at full speed at the same time; simulated ones share cores
-    gathers: LayerGathers | None = None  # of layers in each task; None: they are whole before it
+    task_s: float = 0.0  # seconds a task, on top of layers
+    hop_s: float = 0.0  # seconds from the end of a task until the next rank can read its value
+    overhead_s: float = 0.0  # seconds a step: gathers, reductions of gradients, the optimizer
+    capacity: float = inf  # devices at full speed at once; simulated devices share cores
+    gathers: LayerGathers | None = None  # gathers inside tasks; None: all come before them
     parts: Mapping[Kind, float] = field(
         default_factory=dict[Kind, float]
-    )  # of a part of the vocabulary, if any
+    )  # seconds of E, S, T and G of a vocabulary part; empty: the vocabulary is whole
 
     def in_parts(self, number: int) -> Self:
-        """Return the times where each of `number` ranks has a part of the vocabulary.
+        """Return the times with the vocabulary divided over `number` ranks.
 
-        embed and head are those of one part. Of the head's three products S makes one, T two; and
-        each task sums an activation over the ranks, round the ring.
+        `embed` and `head` must be the times of one part. S runs one of the head's three matrix
+        products, T two; each task also all-reduces an activation around the ring.
         """
         embed, head, summed_s = self.embed, self.head, 2 * (number - 1) / number * self.hop_s
         parts: dict[Kind, float] = {
@@ -85,19 +82,19 @@ class OpTimes:
         return replace(self, embed=FREE, head=FREE, parts=parts)
 
     def embed_head_s(self, num_ranks: int) -> float:
-        """Return the seconds of embedding and head of a microbatch, of all ranks together."""
+        """Return the seconds of a microbatch in embedding and head, summed over the ranks."""
         return self.embed.all_s + self.head.all_s + num_ranks * sum(self.parts.values())
 
     def forward_s(self, layers: float) -> float:
-        """Return the seconds of a forward through so many layers."""
+        """Return the seconds of a forward through `layers` layers."""
         return self._through_s(layers, self.layer.forward_s)
 
     def input_grad_s(self, layers: float, *, keeps_input: bool, split: bool) -> float:
-        """Return the seconds of a backward through so many layers, without weight gradients.
+        """Return the seconds of a backward through `layers` layers, weight gradients excluded.
 
-        keeps_input: it runs the forward first, and its last layer need not be gathered again.
-        split: weight gradients are a separate task without parameters; else they too overlap with
-        gathers.
+        keeps_input: the backward reruns the forward first, and gathers the last layer only once.
+        split: weight gradients are a separate task that reads no parameters. Otherwise they run in
+        the backward, where they too overlap with gathers.
         """
         if self.gathers is None or not layers:
             return layers * self.layer.input_grad_s
@@ -121,7 +118,7 @@ def costs_of(
     keeps_input: bool,
     split: bool,
 ) -> Costs:
-    """Return the costs of a schedule's tasks; layer_costs: over their mean, None: all alike."""
+    """Return a partition's task costs. layer_costs: relative to their mean; None: all equal."""
     sizes = stage_costs(partition, embed=0.0, head=0.0, layers=layer_costs)
     return costs_of_stages(op_times, sizes, keeps_input=keeps_input, split=split)
 
@@ -129,11 +126,11 @@ def costs_of(
 def costs_of_stages(
     op_times: OpTimes, sizes: Sequence[float], *, keeps_input: bool, split: bool = False
 ) -> Costs:
-    """Return the costs of each stage's tasks; sizes: its layers, or their relative cost.
+    """Return the costs of each stage's tasks. sizes: layers of each stage, or their relative cost.
 
-    The last stage's forward runs the head forward and backward. With keeps_input (remat=full) it is
-    a part of the backward, and the first stage embeds again. split: W is a separate task, not a
-    part of B.
+    The last stage's forward includes the head's forward and backward. With keeps_input (remat=full)
+    they are part of its backward, and the first stage's backward embeds again. split: W is a
+    separate task, not a part of B.
 
     >>> from ppctl.schedule.piece_times import FREE, PieceTimes
     >>> one, two = (PieceTimes(s, s, s) for s in (1.0, 2.0))
@@ -144,7 +141,7 @@ def costs_of_stages(
     last, embed, head = len(sizes) - 1, op_times.embed, op_times.head
     forward, input_grad, weight_grad = list[float](), list[float](), list[float]()
 
-    # 1. layers, with embedding and head at the ends
+    # 1. layers, plus the embedding in the first stage and the head in the last
     for s, n in enumerate(sizes):
         f = op_times.forward_s(n) + op_times.task_s + (embed.forward_s if s == 0 else 0.0)
         i = op_times.input_grad_s(n, keeps_input=keeps_input, split=split) + op_times.task_s
@@ -159,6 +156,6 @@ def costs_of_stages(
         input_grad.append(i)
         weight_grad.append(n * op_times.layer.weight_grad_s + (op_times.task_s if split else 0.0))
 
-    # 2. parts of the vocabulary
+    # 2. tasks of vocabulary parts
     costs = Costs(tuple(forward), tuple(input_grad), tuple(weight_grad), transfer_s=op_times.hop_s)
     return replace(costs, **{OF_PARTS[kind]: s for kind, s in op_times.parts.items()})

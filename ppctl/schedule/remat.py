@@ -1,4 +1,4 @@
-"""What a backward recomputes, and so what its forward keeps: none, layer or full."""
+"""Rematerialization: the values that a forward keeps and those that its backward recomputes."""
 
 from enum import StrEnum
 from typing import Self
@@ -9,8 +9,8 @@ from ppctl.errors import ConfigError
 class Remat(StrEnum):
     """The setting executor.remat. Members are strings: records and JSON show them as written.
 
-    | member | a forward keeps of a microbatch                     | the backward recomputes
-    | NONE   | the residuals of its layers, element-wise ones not  | element-wise results
+    | member | a forward keeps, for each microbatch                | the backward recomputes
+    | NONE   | the residuals of its layers except element-wise     | element-wise results
     | LAYER  | the input of each layer                             | one layer at a time
     | FULL   | the input of the stage                              | the stage
 
@@ -37,7 +37,7 @@ class Remat(StrEnum):
 
     @property
     def recomputes(self) -> bool:
-        """Return whether a backward runs its layers' forwards again, and keeps no residuals."""
+        """Return whether a backward reruns the forwards of its layers, which kept no residuals."""
         return self is not Remat.NONE
 
     @property
@@ -49,13 +49,13 @@ class Remat(StrEnum):
     def keeps_input_only(self) -> bool:
         """Return whether a forward keeps only its stage's input.
 
-        Then the input may stay in the slot where it arrived, and the last stage's forward is left
-        to its backward, which would run it again.
+        Then the input may stay in the slot where it arrived, and the last stage skips its forward,
+        which its backward would rerun.
         """
         return self is Remat.FULL
 
     def live_residual_layers(self, stage_layers: int) -> int:
-        """Return the layers of a stage whose recomputed residuals a backward holds at once.
+        """Return the number of layers whose recomputed residuals a backward holds at once.
 
         >>> [remat.live_residual_layers(3) for remat in Remat]
         [0, 1, 3]

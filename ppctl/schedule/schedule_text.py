@@ -1,4 +1,4 @@
-"""A schedule as CSV, both ways, and tasks in the words of programs' names."""
+"""Schedules to and from CSV, and words for the kinds of tasks in names of programs."""
 
 from collections.abc import Sequence
 
@@ -17,13 +17,13 @@ WORDS: dict[Kind, str] = {
     "T": "logits_bwd",
     "G": "embed_bwd",
 }
-MOST_MISSING = 100_000  # pairs (stage, microbatch) searched for the first missing task
+MOST_MISSING = 100_000  # (stage, microbatch) pairs searched for the first missing task
 
 
 def to_csv(ranks: Sequence[Sequence[Task]]) -> str:
-    """Return one line a rank, cells such as 2F0 in program order.
+    """Return the CSV of a schedule: one line a rank, cells such as 2F0 in program order.
 
-    PyTorch's pipelining reads it as a compute-only schedule, unless it has E, S, T or G.
+    PyTorch's pipelining reads it as a compute-only schedule if it has no E, S, T or G.
 
     >>> to_csv([[Task(0, "F", 0), Task(0, "B", 0)]])
     '0F0,0B0\\n'
@@ -32,10 +32,11 @@ def to_csv(ranks: Sequence[Sequence[Task]]) -> str:
 
 
 def from_csv(text: str, name: str) -> Schedule:
-    """Return the validated schedule of such a text. An empty cell is an idle step and is dropped.
+    """Parse the CSV of `to_csv` and validate its schedule. Empty cells (idle steps) are dropped.
 
-    A stage is placed on the first rank that names it; the largest microbatch is the last.
-    ScheduleError for a cell that names no task (with line and column), or if `validate` refuses.
+    A stage is placed on the first rank that has one of its tasks. The largest microbatch index is
+    taken as the last. ScheduleError for a malformed cell, with line and column, or an invalid
+    schedule.
 
     >>> from_csv("0F0,,0B0\\n1F0,1B0\\n", "mine").rank_of
     (0, 1)

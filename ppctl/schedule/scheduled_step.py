@@ -1,4 +1,4 @@
-"""A schedule as an executor runs it: made once, and carried by all that run, time or draw it."""
+"""A schedule as an executor runs it: made once, then shared by all code that uses it."""
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -15,39 +15,39 @@ from ppctl.schedule.tick_lowering import Ticks, forward_only, ticks
 
 @dataclass(frozen=True)
 class ScheduledStep:
-    """The schedule of a step, as one executor runs it."""
+    """The schedule of a step as one executor runs it."""
 
     schedule: Schedule
-    costs: Costs  # relative, of its tasks, see `task_costs`
-    ticks: Ticks | None = None  # None where ranks run freely
-    fuses: bool = False  # whether pairs of neighbours run as one, see `fused_order`
+    costs: Costs  # relative costs of the tasks, see `task_costs`
+    ticks: Ticks | None = None  # lockstep ticks; None: ranks run freely
+    fuses: bool = False  # pairs of neighbours run as one program, see `fused_order`
 
     @cached_property
     def order(self) -> list[tuple[Task, ...]]:
-        """The tasks by their start on free-running ranks, each after those that it reads.
+        """Return the tasks by start on free-running ranks, each after the tasks it depends on.
 
-        Tasks that run as one program are together.
+        Tasks that run as one program share a tuple.
         """
         if self.fuses:
             return fused_order(self.schedule, self.costs)
-        start_s = simulate(self.schedule, self.costs).start_s  # ranks can run it: ties keep it
+        start_s = simulate(self.schedule, self.costs).start_s  # an order that can run; ties keep it
         return [(task,) for task in sorted(start_s, key=start_s.__getitem__)]
 
     @property
     def num_fused(self) -> int:
-        """The number of pairs of tasks that run as one program."""
+        """Return the number of pairs of tasks that run as one program."""
         return sum(len(tasks) > 1 for tasks in self.order) if self.fuses else 0
 
     @cached_property
     def evaluation(self) -> "ScheduledStep":
-        """The forwards of the step, for an evaluation."""
+        """Return the forwards of the step, for an evaluation."""
         schedule, lowered = forward_only(self.schedule), None
         if self.ticks is not None:
             lowered = ticks(schedule, self.costs, self.ticks.remat)
         return ScheduledStep(schedule, self.costs, lowered)
 
     def timeline(self, costs: Costs, capacity: float = inf) -> Timeline:
-        """Return when each task runs at these costs, on ranks that share `capacity`."""
+        """Return the timeline at these costs, on ranks that share `capacity` cores."""
         if self.ticks is None:
             return free_running(self.schedule, costs, capacity)
         return lockstep(self.ticks, costs, capacity)
@@ -68,9 +68,10 @@ def scheduled_step(
     *,
     fuses: bool = False,
 ) -> ScheduledStep:
-    """Return the schedule of a step; trained: the share of the layers' weights, see `task_costs`.
+    """Return the schedule of a step as an executor with these traits runs it.
 
-    ScheduleError for a schedule that the executor cannot run.
+    trained: the trained share of the layers' weights, see `task_costs`. ScheduleError if the
+    executor cannot run the schedule.
     """
     costs = task_costs(remat, trained)
     lowered = ticks(schedule, costs, remat) if engine.in_ticks else None

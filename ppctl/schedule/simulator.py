@@ -1,7 +1,8 @@
-"""When each task of a schedule runs, how long ranks idle, what tasks wait for.
+"""Simulate a schedule: start and end of each task, idle time, the reason of each wait.
 
-Ranks run freely (`simulate`), share cores as simulated devices do (`free_running`: with a capacity
-of c, k ranks at work go on at the speed min(1, c/k) each), or meet in every tick of one program.
+`simulate`: ranks run freely. `free_running`: ranks run freely and share CPU cores, as simulated
+devices do; with c cores, each of k busy ranks runs at speed min(1, c/k). `lockstep`: ranks
+synchronize in every tick of one SPMD program.
 """
 
 from collections.abc import Sequence
@@ -18,54 +19,54 @@ from ppctl.schedule.search.placement_costs import Placed, peak_activations
 from ppctl.schedule.tick_lowering import Ticks
 from ppctl.schedule.validation import check_order
 
-MOST_TASKS = 500_000  # of one simulation and one chunk a rank, about a second
-ROUNDING = 1e-12  # relative
+MOST_TASKS = 500_000  # most tasks of a simulation, about a second at one chunk a rank
+ROUNDING = 1e-12  # relative rounding error of a time
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Start and end of every task in seconds on free-running ranks, and what follows from them."""
+    """Start and end of every task; makespan, bubble and memory follow from them."""
 
     schedule: Schedule
     costs: Costs
-    start_s: dict[Task, float]
-    end_s: dict[Task, float]
-    is_uneven: bool = False  # equal tasks take unequal times: measured, shared cores or lockstep
+    start_s: dict[Task, float]  # seconds after the step's start
+    end_s: dict[Task, float]  # seconds after the step's start
+    is_uneven: bool = False  # whether equal tasks may take unequal times: measured, shared cores
 
     @cached_property
     def makespan_s(self) -> float:
-        """Return the time from the first start to the last end: steps with a barrier between."""
+        """Return the step time, in seconds, with a barrier at its end: first start to last end."""
         return max(self.end_s.values())
 
     @cached_property
     def period_s(self) -> float:
-        """Return the longest time from a rank's first start to its last end: without a barrier."""
+        """Return the step time in seconds without a barrier: the longest span of a rank's tasks."""
         return max(self.end_s[tasks[-1]] - self.start_s[tasks[0]] for tasks in self.schedule.ranks)
 
     @cached_property
     def bubble_fractions(self) -> tuple[float, ...]:
-        """Return the idle share of the makespan of each rank, 0..1."""
+        """Return each rank's idle share of the makespan, 0..1."""
         end_s, start_s = self.end_s, self.start_s
         busy_s = [sum(end_s[t] - start_s[t] for t in tasks) for tasks in self.schedule.ranks]
         return tuple(1 - rank_s / self.makespan_s for rank_s in busy_s)
 
     @property
     def bubble_fraction(self) -> float:
-        """Return the idle share of all ranks between 0 and the makespan, 0..1."""
+        """Return the mean idle share of the ranks, 0..1."""
         return sum(self.bubble_fractions) / self.schedule.num_ranks
 
     @property
     def peak_activations(self) -> tuple[float, ...]:
-        """Return each rank's most activations at once, in microbatches through 1/p of the model."""
+        """Return each rank's peak activations. Unit: one microbatch's in 1/p of the model."""
         return peak_activations(self.schedule)
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """Return the most bytes of activations that each rank holds at once."""
+        """Return each rank's peak bytes of activations."""
         return Placed(self.costs).ledger(self.schedule).peaks(self.schedule)
 
     def memory_curve(self, rank: int) -> tuple[tuple[float, float], ...]:
-        """Return (seconds, activations from then on) at each change; units: `peak_activations`."""
+        """Return (seconds, activations from then on) of each change; units: `peak_activations`."""
         num_chunks = self.schedule.num_chunks
         curve: list[tuple[float, float]] = []
         live = 0
@@ -77,9 +78,10 @@ class Timeline:
         return tuple(curve)
 
     def waits_for(self, task: Task) -> Task | None:
-        """Return the task whose end set the start of `task`: its predecessor, or a value's writer.
+        """Return the task whose end set the start of `task`; None if it starts at 0.
 
-        None for a task that starts at 0. The last of them to end, where the timeline was measured.
+        The candidates are the task before it on its rank and the writers of its values. The last
+        to end, or to deliver its value, is returned.
         """
         rank_at = self.schedule.rank_at
         if self.start_s[task] == 0:
@@ -105,10 +107,14 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Return the times of free ranks: a task starts when its rank is free and its values arrived.
+    """Return the timeline of free-running ranks: a task starts once its rank and values are ready.
 
-    A value that crosses ranks arrives `costs.transfer_s` after it was written; hops do not slow
-    each other down. ConfigError unless costs of each stage are as many as the stages.
+    A value that crosses ranks arrives `costs.transfer_s` after it was written. Transfers do not
+    slow each other down.
+
+    Args:
+        schedule: a valid schedule; ScheduleError if its ranks wait for each other.
+        costs: seconds and bytes of the tasks; ConfigError if a tuple lacks one entry a stage.
 
     >>> from ppctl.schedule.families.one_f_one_b import one_f_one_b
     >>> simulate(one_f_one_b(8, 32), Costs()).makespan_s
@@ -120,14 +126,17 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     if run is None:
         check_order(schedule)  # raises the error that names the missing value
     assert run is not None, "orders block at any costs"
-    tasks = [jobs.tasks[task] for task in jobs.ran]  # as they ran: some may take no time
+    # in run order: a stable sort by start keeps it among tasks of 0 s, which start together
+    tasks = [jobs.tasks[task] for task in jobs.ran]
     times = (map(each.__getitem__, jobs.ran) for each in (run.start_s, run.end_s))
     start_s, end_s = (dict(zip(tasks, each, strict=True)) for each in times)
     return Timeline(schedule, costs, start_s, end_s)
 
 
 def together_s(works_s: Sequence[float], capacity: float) -> float:
-    """Return the seconds until all of `works_s`, which start together, are done.
+    """Return the seconds until all tasks end that start together on `capacity` shared cores.
+
+    works_s: seconds of each task without sharing.
 
     >>> together_s([1.0, 1.0, 3.0], capacity=2.0)
     3.5
@@ -143,7 +152,7 @@ def together_s(works_s: Sequence[float], capacity: float) -> float:
 
 
 def free_running(schedule: Schedule, costs: Costs, capacity: float = inf) -> Timeline:
-    """Return the timeline of free ranks that share `capacity`; transfers take none.
+    """Return the timeline of free-running ranks on `capacity` shared cores; transfers use none.
 
     >>> from ppctl.schedule.families.one_f_one_b import one_f_one_b
     >>> free_running(one_f_one_b(2, 4), Costs(), capacity=1.0).makespan_s
@@ -153,12 +162,13 @@ def free_running(schedule: Schedule, costs: Costs, capacity: float = inf) -> Tim
         return simulate(schedule, costs)
     costs.check(schedule.num_stages, schedule.vocab_parts)
     jobs, now = Jobs(schedule, costs), 0.0
-    at, written_s = [0] * schedule.num_ranks, [inf] * jobs.num_values  # each rank's step
-    left: dict[int, float] = {}  # seconds at full speed left of each working rank's task
+    # the next step of each rank, and the write time of each value in seconds
+    at, written_s = [0] * schedule.num_ranks, [inf] * jobs.num_values
+    left: dict[int, float] = {}  # remaining seconds, at full speed, of each busy rank's task
     start_s, end_s = dict[Task, float](), dict[Task, float]()
     while True:
-        # 1. every idle rank begins its next task, if all that it reads is there
-        arrives_s = inf  # the first of the values that ranks wait for
+        # 1. start the next task of every idle rank whose values have arrived
+        arrives_s = inf  # seconds of the first awaited arrival
         for rank, order in enumerate(jobs.first):
             if rank in left or at[rank] == len(order):
                 continue
@@ -171,7 +181,7 @@ def free_running(schedule: Schedule, costs: Costs, capacity: float = inf) -> Tim
                 arrives_s = min(arrives_s, ready)
         if not left and arrives_s == inf:
             break
-        # 2. all at work go on until one is done, or a value arrives
+        # 2. advance all busy ranks until a task ends or a value arrives
         speed = min(1.0, capacity / len(left)) if left else 1.0
         until = min(*(seconds / speed for seconds in left.values()), arrives_s - now, inf)
         now += until
@@ -190,9 +200,9 @@ def free_running(schedule: Schedule, costs: Costs, capacity: float = inf) -> Tim
 
 
 def lockstep(ticks: Ticks, costs: Costs, capacity: float) -> Timeline:
-    """Return the timeline of ticks in lockstep: ranks meet after each phase of a tick.
+    """Return the timeline of ticks in lockstep: ranks synchronize after each phase of a tick.
 
-    Those that share `capacity` go on alike: all have done the same seconds of work, or have ended.
+    Ranks share `capacity` cores evenly: at any time all unfinished ranks have done the same work.
     """
     start_s, end_s = dict[Task, float](), dict[Task, float]()
     now, chunks = 0.0, ticks.schedule.num_chunks
@@ -202,7 +212,7 @@ def lockstep(ticks: Ticks, costs: Costs, capacity: float) -> Timeline:
 
         @cache
         def after(work_s: float, works_s: list[float] = works_s) -> float:
-            """Return the seconds until a rank of this phase has done work_s of its work."""
+            """Return the seconds of this phase until a rank has done work_s seconds of work."""
             return together_s([min(each, work_s) for each in works_s], capacity)
 
         for tasks, seconds in zip(phase, of_ranks, strict=True):

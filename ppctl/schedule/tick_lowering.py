@@ -1,9 +1,7 @@
-"""The lowering pass of the spmd executor: a schedule in lockstep ticks, each value in a slot.
+"""The lowering pass of executor=spmd: a schedule in lockstep ticks, each value in a slot.
 
-Also the ticks as people read them: the tasks of each rank, and the receivers of their outputs.
-
-Two programs run ticks (`schedule.tick_table`). Looped schedules of whole backwards run in
-forward-backward ticks ("fb"), all others in single-op ticks ("op").
+Two programs run ticks (`schedule.tick_table`). Looped schedules with unsplit backwards run in
+forward-backward ticks ("fb"), all others in single-op ticks ("op"). `tick_text` prints the ticks.
 """
 
 from collections.abc import Sequence
@@ -36,7 +34,7 @@ from ppctl.schedule.tick_table import (
     why_not,
 )
 
-# of a divided vocabulary: 1 + the microbatch of each of `Passes`, the same on all ranks; 0: none
+# columns of a divided vocabulary, equal on all ranks: 1 + microbatch of each pass, 0 without one
 PASS_COLUMNS = Passes._fields
 
 
@@ -45,24 +43,21 @@ class TickPacking(NamedTuple):
 
     shape: TickShape
     cells: Cells
-    counted: Counted  # the rows of cells that differ
+    counted: Counted  # distinct phases with their numbers
 
 
 @dataclass(frozen=True)
 class Ticks:
-    """A schedule lowered for one setting of remat, which its program must have.
-
-    `table[t][r][columns.index(name)]` is a small integer; booleans are 0 and 1.
-    """
+    """A schedule lowered to lockstep ticks, for one setting of remat."""
 
     schedule: Schedule
-    program: TickProgram
-    shape: TickShape  # whether a rank may run an F and then a B in a tick (fb), or only one task
-    cells: Cells  # the tasks of each tick and rank
-    counted: Counted  # the rows of cells that differ
-    table: Table
-    num_slots: dict[str, int]  # fb: act, grad, stash; op: value (act or grad), stash, pending
-    remat: Remat  # decides which values have slots, and whether the last stage's F runs
+    program: TickProgram  # program that runs the ticks; it sets the columns
+    shape: TickShape  # tasks of a rank in a tick: an F, then a B ("fb"), or one task ("op")
+    cells: Cells  # tasks of each tick and rank
+    counted: Counted  # distinct phases with their numbers
+    table: Table  # integers table[t][r][columns.index(name)]; booleans are 0 and 1
+    num_slots: dict[str, int]  # slots of act, grad, stash (fb); value, stash, pending (op)
+    remat: Remat  # setting that decides which values have slots, and whether the last F runs
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -72,16 +67,16 @@ class Ticks:
 
     @property
     def has_backward(self) -> bool:
-        """Return whether any task is a backward, or a part of one."""
+        """Return whether any task is a B, I or W."""
         return self.schedule.has_backward
 
     @property
     def num_ticks(self) -> int:
-        """Return the length of the table."""
+        """Return the number of ticks."""
         return len(self.cells)
 
     def makespan_s(self, costs: Costs) -> float:
-        """Return the seconds of all ticks: each the slowest rank's, plus one transfer."""
+        """Return the seconds of all phases; each takes its slowest rank's time and one transfer."""
         return counted_s(self.counted, costs, self.schedule.num_chunks)
 
     def bubble_fraction(self, costs: Costs) -> float:
@@ -93,31 +88,38 @@ class Ticks:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """Return the forwards of `schedule`, with E, S and T of each part: that of an evaluation."""
+    """Return the schedule of an evaluation: the F, E, S and T of `schedule`."""
     ranks = tuple(tuple(task for task in tasks if task.kind in "FEST") for tasks in schedule.ranks)
     return replace(schedule, name=f"{schedule.name} (forward only)", ranks=ranks)
 
 
 def ticks(schedule: Schedule, costs: Costs, remat: Remat | str = Remat.FULL) -> Ticks:
-    """Return `schedule` in the tick shape that is faster for `costs`, with slots for every value.
+    """Lower `schedule` to ticks of the faster shape, with a slot for every value.
 
-    With remat=full the stash of a stage is its input, which stays in the slot where it arrived, and
-    the last stage's forward is left to its backward, which recomputes it. Otherwise a forward
-    writes a separate stash, and the last stage's also the gradient of its output. A schedule of
-    forwards only keeps nothing.
+    With remat=full the stash of a stage is its input, which stays in the slot where it arrived. The
+    last stage then skips its forward, which its backward recomputes. Otherwise a forward writes a
+    separate stash, and the last stage's forward writes the gradient of its output too. A schedule
+    without backwards keeps nothing.
 
-    Where the vocabulary is divided, every rank computes its part of the head right after the last
-    stage's forward, in the same tick, whatever the order of S and T: ranks in lockstep meet in
-    every tick. So that forward always runs, and the gradient of its output has a slot, as has the
-    first stage's input. ScheduleError for a schedule that a ring cannot carry, ConfigError for
-    another remat than none, layer or full.
+    With a divided vocabulary every rank computes its part of the head right after the last stage's
+    forward, in the same tick. The schedule's order of S and T is ignored, as ranks synchronize in
+    every tick. The last forward then always runs; the gradient of its output and the first stage's
+    input have slots.
+
+    Args:
+        schedule: equally many stages on each rank, consecutive ones on the same or adjacent ranks.
+        costs: seconds of the tasks, which decide the faster shape.
+        remat: none, layer or full; ConfigError for another one.
+
+    Raises:
+        ScheduleError: if the ring cannot run the schedule.
     """
     packed = packings(schedule)
     return in_shape(schedule, fastest(packed, costs, schedule.num_chunks), Remat.of(remat))
 
 
 def packings(schedule: Schedule) -> list[TickPacking]:
-    """Return `schedule` in each tick shape it has. ScheduleError if no ring can carry it."""
+    """Return `schedule` packed in each possible shape. ScheduleError if a ring cannot run it."""
     reason = why_not(schedule)
     if reason is not None:
         raise ScheduleError(reason)
@@ -131,12 +133,12 @@ def packings(schedule: Schedule) -> list[TickPacking]:
 
 
 def fastest(packed: Sequence[TickPacking], costs: Costs, num_chunks: int) -> TickPacking:
-    """Return the ticks that take least time at these costs."""
+    """Return the packing with the shortest time at these costs."""
     return min(packed, key=lambda each: counted_s(each.counted, costs, num_chunks))
 
 
 def in_shape(schedule: Schedule, packing: TickPacking, remat: Remat) -> Ticks:
-    """Return `schedule` as it was packed, with slots for every value."""
+    """Return the lowered ticks of a packing: its tasks, and a slot for every value."""
     program: TickProgram = "fb" if runs_in_fb_ticks(schedule) else "op"
     table, num_slots = assign_slots(schedule, packing.cells, remat, program)
     if schedule.vocab_parts:
@@ -148,8 +150,8 @@ def in_shape(schedule: Schedule, packing: TickPacking, remat: Remat) -> Ticks:
 
 
 LEGEND = (
-    "2F0>3: task 2F0 (stage, kind, microbatch), its output goes to rank 3; =: stays here; (3F0): "
-    "left to its B or I"
+    "2F0>3: task 2F0 (stage, kind, microbatch), output sent to rank 3; =: output stays on its "
+    "rank; (3F0): skipped, recomputed by its B or I"
 )
 
 
@@ -157,8 +159,8 @@ class TickTask(NamedTuple):
     """A task in a tick of a program's table."""
 
     task: Task
-    is_run: bool  # or left to its backward
-    to: int | None  # the rank that receives its output
+    is_run: bool  # False: skipped, its backward recomputes it
+    to: int | None  # rank that receives the output
 
     def text(self, rank: int) -> str:
         """Return the task in the form of `LEGEND`.
@@ -176,7 +178,7 @@ def tick_tasks(ticks: Ticks) -> list[list[tuple[TickTask, ...]]]:
     """Return the tasks of each tick and rank."""
     schedule, last = ticks.schedule, ticks.schedule.num_stages - 1
     is_left = leaves_last_forward(schedule, ticks.remat)
-    # the last stage's F keeps the gradient of its output, in op ticks in a slot that it sends to
+    # in op ticks the last stage's F sends the gradient of its output to a slot on the same rank
     keeps_grad = ticks.program == "op" and schedule.has_backward and not is_left
 
     def receiver(task: Task) -> int | None:
@@ -193,7 +195,7 @@ def tick_tasks(ticks: Ticks) -> list[list[tuple[TickTask, ...]]]:
 
 
 def tick_text(ticks: Ticks) -> str:
-    """Return the table: a line for each tick, a column for each rank."""
+    """Return the ticks as text: a line for each tick, a column for each rank."""
     tasks = tick_tasks(ticks)
     cells = [[" ".join(one.text(r) for one in cell) for r, cell in enumerate(row)] for row in tasks]
     header = ["tick", *(f"rank {r}" for r in range(ticks.schedule.num_ranks))]

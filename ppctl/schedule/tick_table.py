@@ -1,12 +1,12 @@
 """The tables of ticks: for each rank its task, and the slots of the values it reads and writes.
 
-A single-op tick ("op") has one task of any kind, for split backwards and placements that turn.
-Every task but a W has one output, an activation or a gradient. After the tick it stays on its rank
-(the turn of a V), or goes one hop to rank r+1 or r-1, round the ring; its receiver's table says
-from where, and into which slot. Activations and gradients have one shape and share their slots.
+A rank runs one task in a single-op tick ("op"), which serves split backwards and V placements.
+Every task except W has one output, an activation or a gradient. After the tick the output stays on
+its rank (at the turn of a V), or moves to rank r+1 or r-1 of the ring. The receiver's row of the
+table gives the hop and the slot. Activations and gradients have one shape and share their slots.
 
-A forward-backward tick ("fb") has an F, then a B; activations go to rank r+1, gradients to rank
-r-1. Values that arrive can be read from the next tick on.
+A rank runs an F, then a B in a forward-backward tick ("fb"). Activations move to rank r+1,
+gradients to rank r-1. A value that arrives can be read from the next tick on.
 """
 
 from itertools import pairwise
@@ -16,30 +16,30 @@ from ppctl.schedule.ir import KINDS, Kind, Schedule, Task
 from ppctl.schedule.lockstep_ticks import Cells, Part, Slots
 from ppctl.schedule.remat import Remat
 
-TickProgram = Literal["fb", "op"]  # the program that runs the ticks, and so the table's columns
-HOPS = {"stay": 0, "next": 1, "previous": -1}
-FB_HOPS = {"act": 1, "grad": -1}  # of the outputs of a forward-backward tick
+TickProgram = Literal["fb", "op"]  # program that runs the ticks; it sets the columns
+HOPS = {"stay": 0, "next": 1, "previous": -1}  # receiver minus sender on the ring
+FB_HOPS = {"act": 1, "grad": -1}  # receiver minus sender of outputs of forward-backward ticks
 FB_COLUMNS = (
-    # forward: run?, its stage's chunk, is that the first / the last; slot read, slots written
+    # forward: run or not; chunk, microbatch, first / last stage or not; slot read, slots written
     *("f", "f_chunk", "f_microbatch", "f_first", "f_last", "f_act", "f_stash", "f_grad"),
     # backward: the same; slots read
     *("b", "b_chunk", "b_microbatch", "b_first", "b_last", "b_stash", "b_grad"),
-    # after the tick: does an activation / a gradient arrive, and in which slot
+    # after the tick: activation / gradient arrives or not, its slot
     *("act_arrives", "act_slot", "grad_arrives", "grad_slot"),
 )
 COLUMNS = (
-    # the task: 0 for none, else 1 + its place among KINDS; its stage as above
+    # kind: 0 for an idle rank, else 1 + index in KINDS; the others as above
     *("kind", "chunk", "microbatch", "first", "last"),
-    # slots that it reads: activation, gradient; slots that it reads or writes: stash, pending
+    # slots read: activation, gradient; slots read or written: stash, pending
     *("act", "grad", "stash", "pending"),
-    # after the tick, for each hop: does a value arrive by it, and in which slot
+    # after the tick, for each hop: value arrives or not, its slot
     *(f"{hop}_{what}" for hop in HOPS for what in ("arrives", "slot")),
 )
 Table = tuple[tuple[tuple[int, ...], ...], ...]  # [tick][rank][column]
 
 
 def why_not(schedule: Schedule) -> str | None:
-    """Return why ranks in a ring, with equally many stages, cannot run `schedule`, or None."""
+    """Return why executor=spmd, a ring of ranks, cannot run `schedule`; None if it can."""
     num_ranks, name = schedule.num_ranks, schedule.name
     use = "Use executor=mpmd, or a schedule with looped or V-shaped placement."
     for stage, (here, there) in enumerate(pairwise(schedule.rank_of)):
@@ -57,7 +57,7 @@ def why_not(schedule: Schedule) -> str | None:
 
 
 def hop_between(here: int, there: int, num_ranks: int) -> str | None:
-    """Return the hop from rank to rank, or None. Of two ranks either is next to the other.
+    """Return the hop between ranks; None if they are not neighbours. With two ranks it is "next".
 
     >>> hop_between(2, 2, 4), hop_between(3, 0, 4), hop_between(2, 1, 4), hop_between(1, 0, 2)
     ('stay', 'next', 'previous', 'next')
@@ -66,7 +66,7 @@ def hop_between(here: int, there: int, num_ranks: int) -> str | None:
 
 
 def leaves_last_forward(schedule: Schedule, remat: Remat) -> bool:
-    """Return whether the last stage's forward is left to its backward, which recomputes it."""
+    """Return whether the last stage skips its forward: the backward recomputes it."""
     return schedule.has_backward and remat.keeps_input_only and not schedule.part_ranks
 
 
@@ -96,13 +96,13 @@ def assign_slots(
 
 
 class _RankSlots:
-    """The slots of every rank: of activations and gradients by number, of others by task."""
+    """The slots of every rank. Keys: value numbers; (stage, microbatch) for stash and pending."""
 
     def __init__(self, schedule: Schedule, remat: Remat, program: TickProgram):
         trains, self.is_op = schedule.has_backward, program == "op"
         self.last, self.is_divided = schedule.num_stages - 1, bool(schedule.part_ranks)
         self.leaves_last = leaves_last_forward(schedule, remat)
-        self.keep_input = trains and remat.keeps_input_only  # forwards alone keep nothing
+        self.keep_input = trains and remat.keeps_input_only  # without backwards nothing is kept
         self.keep_stash = trains and not remat.keeps_input_only
         self.head_in_forward = self.keep_stash or (trains and self.is_divided)
         acts, grads, self.stashes, self.pendings = (
@@ -125,7 +125,7 @@ class _RankSlots:
         self.sent = self._sent(schedule)
 
     def use(self, rank: int, task: Task, line: list[int]) -> None:
-        """Fill in a task's columns of `line`, and put or drop its slots."""
+        """Fill in a task's columns of `line`; take or free its slots."""
         stage, kind, m = task
         at, is_forward = self.at[kind], kind == "F"
         if self.is_op and is_forward and stage == self.last and self.leaves_last:
@@ -143,7 +143,7 @@ class _RankSlots:
             line[at["stash"]] = stashes.put((stage, m)) if is_forward else stashes.drop((stage, m))
         if (stage > 0 or self.is_divided) and (is_forward or not self.keep_stash):
             acts, value = self.acts[rank], self.act[stage] + m
-            if stage == 0 and is_forward:  # it was embedded right before
+            if stage == 0 and is_forward:  # E has just written it
                 acts.put(value)
             stays = is_forward and self.keep_input
             line[at["act"]] = acts.of[value] if stays else acts.drop(value)
@@ -154,7 +154,7 @@ class _RankSlots:
             line[at["grad"]] = grads.put(value)
 
     def _facts(self, schedule: Schedule, stage: int, kind: Kind) -> list[tuple[int, int]]:
-        """Return (column, value) that are the same for every microbatch of a stage and kind."""
+        """Return the (column, value) pairs that all microbatches of a stage and kind share."""
         at = self.at[kind]
         is_run = int(not (kind == "F" and stage == self.last and self.leaves_last))
         return [
@@ -165,7 +165,7 @@ class _RankSlots:
         ]
 
     def _sent(self, schedule: Schedule) -> dict[Part, tuple[int, int, list[Slots], int]]:
-        """Return each output: (receiving rank, its column, its slots, number of microbatch 0's)."""
+        """Return (receiving rank, arrival column, slots, value of microbatch 0) of each output."""
         sent: dict[Part, tuple[int, int, list[Slots], int]] = {}
 
         def arrives(name: str, here: int, there: int) -> int:
@@ -184,10 +184,10 @@ class _RankSlots:
 
 
 def task_columns(program: TickProgram, kind: Kind) -> dict[str, int]:
-    """Return the columns of a task's facts and slots, by their names in single-op ticks."""
+    """Return the indices of a task's columns, by their names in single-op ticks."""
     if program == "op":
         return {name: i for i, name in enumerate(COLUMNS)}
     way = "f" if kind == "F" else "b"
     names = {name.removeprefix(f"{way}_"): i for i, name in enumerate(FB_COLUMNS)}
-    # a backward has one column for its stash, or the input from which it is recomputed
+    # a backward has one column for both: the stash, or the input for recomputation
     return {"act": names["stash"], **names, "kind": FB_COLUMNS.index(way)}

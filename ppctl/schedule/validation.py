@@ -1,4 +1,4 @@
-"""Validation, from the dependency rule of `ir`.
+"""Validation of schedules by the dependency rule of `ir`.
 
 A schedule that passes `validate` cannot deadlock, computes every gradient once, and reads nothing
 before it exists.
@@ -11,8 +11,8 @@ from ppctl.schedule.costs import Costs
 from ppctl.schedule.execution_order import Jobs, Rule
 from ppctl.schedule.ir import PART_KINDS, WRITES, Kind, Schedule, Task, Value, writes
 
-GRID_WIDTH = 14  # steps
-# values that each stage, and each part of the vocabulary, must have, and the tasks that write them
+GRID_WIDTH = 14  # steps shown
+# required values of each stage and of each vocabulary part, with the kinds of their tasks
 NEEDED: tuple[dict[str, Kind], ...] = (
     {"act": "F", "wgrad": "B"},
     {"embedded": "E", "sums": "S", "head_grad": "T", "embedding_wgrad": "G"},
@@ -20,7 +20,7 @@ NEEDED: tuple[dict[str, Kind], ...] = (
 
 
 def validate(schedule: Schedule) -> Schedule:
-    """Return `schedule`, or raise ScheduleError: misplaced, missing, doubled or blocked tasks."""
+    """Return `schedule`. ScheduleError for misplaced, missing, repeated or blocked tasks."""
     for stage, rank in enumerate(schedule.rank_of):
         if not 0 <= rank < schedule.num_ranks:
             ranks = f"there are ranks 0..{schedule.num_ranks - 1}"
@@ -32,7 +32,7 @@ def validate(schedule: Schedule) -> Schedule:
 
 
 def check_order(schedule: Schedule) -> None:
-    """Raise ScheduleError, with the grid and an arrow, when ranks wait for each other for ever."""
+    """Raise ScheduleError, with the grid and an arrow, if ranks deadlock."""
     jobs = Jobs(schedule, Costs())
     if jobs.run(jobs.first) is not None:
         return
@@ -47,7 +47,7 @@ def check_order(schedule: Schedule) -> None:
 
 
 def _check_tasks(schedule: Schedule, rule: Rule) -> bytearray:
-    """Return which values are written, by number. ScheduleError for a misplaced or doubled task."""
+    """Return a 1 for each written value. ScheduleError for a misplaced or repeated task."""
     holders = {kind: schedule.ranks_of(kind) for kind in WRITES}
     num_microbatches, written = schedule.num_microbatches, bytearray(rule.num_values)
     for rank, tasks in enumerate(schedule.ranks):
@@ -66,7 +66,7 @@ def _check_tasks(schedule: Schedule, rule: Rule) -> bytearray:
 
 
 def _misplaced(schedule: Schedule, task: Task, rank: int) -> str:
-    """Return the message on a task of no stage, part or microbatch, or of another rank's."""
+    """Return the message for a task that is out of range or on the wrong rank."""
     (stage, kind, m), held = task, schedule.ranks_of(task.kind)
     place, whole = ("part", " of the vocabulary") if kind in PART_KINDS else ("stage", "")
     if kind in WRITES and 0 <= stage < len(held) and 0 <= m < schedule.num_microbatches:
@@ -76,7 +76,7 @@ def _misplaced(schedule: Schedule, task: Task, rank: int) -> str:
 
 
 def _check_complete(schedule: Schedule, rule: Rule, written: bytearray) -> None:
-    """Raise ScheduleError for the first needed value that no task computes."""
+    """Raise ScheduleError for the first required value that no task writes."""
     for needed in NEEDED:
         for place, rank in enumerate(schedule.ranks_of(next(iter(needed)))):
             bases = {name: rule.base[name, place] for name in needed}
@@ -96,11 +96,11 @@ def _check_complete(schedule: Schedule, rule: Rule, written: bytearray) -> None:
             raise fault(schedule, rank, len(schedule.ranks[rank]), what)
 
 
-# --- faults, in words and as a grid ---------------------------------------------------------------
+# --- messages of faults ---------------------------------------------------------------------------
 
 
 def grid(ranks: Sequence[Sequence[Task]], arrow: tuple[int, int] | None = None) -> str:
-    """Return the ranks' tasks: at most GRID_WIDTH steps around the marked `arrow` (rank, step)."""
+    """Return the ranks' tasks as text: up to GRID_WIDTH steps around `arrow` (rank, step)."""
     center = arrow[1] if arrow else 0
     steps = max([center + 1, *map(len, ranks)])  # the arrow may point at the end of a program
     low = max(0, min(center - GRID_WIDTH // 2, steps - GRID_WIDTH))
@@ -116,13 +116,13 @@ def grid(ranks: Sequence[Sequence[Task]], arrow: tuple[int, int] | None = None) 
 
 
 def fault(schedule: Schedule, rank: int, step: int, what: str) -> ScheduleError:
-    """Return the error at one step of one rank: what is wrong, and the grid with an arrow."""
+    """Return the error for one step of one rank: the message, and the grid with an arrow."""
     shown = grid(schedule.ranks, (rank, step))
     return ScheduleError(f"{schedule.name}: rank {rank}, step {step}: {what}\n{shown}")
 
 
 def order_that_blocks(schedule: Schedule, at: Sequence[int]) -> str:
-    """Return the tasks in the wrong order where no rank goes further than `at`; "" if unknown."""
+    """Describe the tasks in the wrong order if all ranks block at steps `at`; "" if unknown."""
     circle = sorted(_circle(schedule, at))
     pairs = [f"rank {rank} has {first} before {later}" for rank, first, later in circle]
     if len(pairs) == 1:
@@ -131,7 +131,7 @@ def order_that_blocks(schedule: Schedule, at: Sequence[int]) -> str:
 
 
 def _circle(schedule: Schedule, at: Sequence[int]) -> list[tuple[int, Task, Task]]:
-    """Return (rank, the task at which it stands, the later task that is needed) of the circle."""
+    """Return the cycle of waits: (rank, its blocked task, its later task that others need)."""
     ranks = enumerate(schedule.ranks)
     places = {task: (rank, step) for rank, tasks in ranks for step, task in enumerate(tasks)}
     writer = {value: task for task in places for value in writes(task)}
@@ -143,7 +143,7 @@ def _circle(schedule: Schedule, at: Sequence[int]) -> list[tuple[int, Task, Task
         seen[task] = len(pairs)
         missing = next(value for value in schedule.reads(task) if writer.get(value) not in done)
         if missing not in writer:
-            return []  # it is in no program
+            return []  # no task writes it
         needed = writer[missing]
         rank, step = places[needed]
         task = schedule.ranks[rank][at[rank]]

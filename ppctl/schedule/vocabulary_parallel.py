@@ -1,9 +1,9 @@
-"""Embedding and head divided over the ranks by their vocabulary, as tasks of any schedule.
+"""Vocabulary parallelism: embedding and head divided over the ranks, as tasks of any schedule.
 
-Vocabulary parallelism (arXiv 2411.05288): rank r has part r of embedding and head, and its tasks
-E, S, T and G of each microbatch (`schedule.ir`). The last stage's backward needs all T, these the
-sums of all S, and they its forward; with `delay` more microbatches in flight ranks have other work
-meanwhile.
+Rank r holds part r of embedding and head and runs E, S, T and G of each microbatch (`schedule.ir`;
+arXiv 2411.05288). The last stage's backward needs the T of every rank, each T the S of every rank,
+and each S the last stage's forward. With `delay` more microbatches in flight, ranks have other
+work during these waits.
 """
 
 from collections import deque
@@ -17,9 +17,9 @@ from ppctl.schedule.ir import Kind, Schedule, Task
 from ppctl.schedule.search.choosing_ranks import ChoosingRanks
 from ppctl.schedule.validation import validate
 
-DELAYS = (0, 1, 2)  # one hides the way to the sums, one that to the last output's gradient
-AHEAD = 2  # microbatches by which embeddings are looked up before the first stage needs them
-PRIORITY = "TSEG"  # which of its part's ready tasks a rank runs
+DELAYS = (0, 1, 2)  # microbatches: the first hides the wait of T for S, the second that of B for T
+AHEAD = 2  # most microbatches between E and the first stage's F
+PRIORITY = "TSEG"  # order of tasks that are ready at the same time; stage tasks come last
 
 
 def with_vocabulary(
@@ -27,11 +27,16 @@ def with_vocabulary(
 ) -> Schedule:
     """Return `schedule` with embedding and head divided over its ranks.
 
-    Each rank's forwards go `delay` microbatches further ahead of its backwards, and it holds as
-    many more at most; None: the least of `DELAYS` that makes the schedule shortest. A rank runs the
-    tasks of its part between those of its stages, once their values are there, at these costs
-    (None: the papers' units). ScheduleError for one rank, a vocabulary divided already, or a delay
-    with which ranks wait for each other.
+    A rank runs the tasks of its part between those of its stages, as soon as their values arrive.
+
+    Args:
+        schedule: two ranks or more, with a whole vocabulary.
+        delay: extra microbatches between a forward and its backward, and at most on a rank. None:
+            the smallest of `DELAYS` with the shortest step.
+        costs: seconds of tasks, which decide their order; None: the papers' units.
+
+    Raises:
+        ScheduleError: for one rank, a divided vocabulary, or a delay that deadlocks.
 
     >>> from ppctl.schedule.families.one_f_one_b import one_f_one_b
     >>> [str(task) for task in with_vocabulary(one_f_one_b(2, 1)).ranks[1]]
@@ -52,8 +57,8 @@ def with_vocabulary(
 
 
 def _delayed(schedule: Schedule, delay: int, costs: Costs) -> tuple[float, Schedule]:
-    """Return (makespan, schedule): infinity and an order that blocks if ranks get stuck."""
-    # 1. the tasks, and what an embedding waits for: to be AHEAD of the first stage at most
+    """Return (makespan in seconds, schedule); infinity and a deadlocking order if ranks block."""
+    # 1. add the tasks of parts; E may be at most AHEAD microbatches before the first stage's F
     programs = zip(schedule.ranks, schedule.stages_of, strict=True)
     ahead = tuple(_ahead(tasks, delay * len(stages)) for tasks, stages in programs)
     jobs = Jobs(with_parts(replace(schedule, ranks=ahead)), costs)
@@ -63,7 +68,7 @@ def _delayed(schedule: Schedule, delay: int, costs: Costs) -> tuple[float, Sched
         (act, _stash) = jobs.makes[number[Task(0, "F", earlier)]]
         for r in range(schedule.num_ranks):
             jobs.needs[number[Task(r, "E", m)]] = ((act + earlier - m, 0.0),)
-    # 2. the run of ranks: each goes on with the task that is ready first
+    # 2. run the ranks: each takes its task that is ready first
     ranks = ChoosingRanks(jobs)
     queues = [_queues(jobs, order) for order in jobs.first]
 
@@ -80,16 +85,16 @@ def _delayed(schedule: Schedule, delay: int, costs: Costs) -> tuple[float, Sched
 
 
 def _queues(jobs: Jobs, order: list[int]) -> list[deque[int]]:
-    """Return the tasks of a rank in the queues from which it takes the first: its stages' last."""
+    """Return a rank's tasks as a queue for each kind of `PRIORITY`, then one of stage tasks."""
     kinds = [*PRIORITY, "FBIW"]
     return [deque(task for task in order if jobs.tasks[task].kind in kind) for kind in kinds]
 
 
 def with_parts(schedule: Schedule) -> Schedule:
-    """Return `schedule` with the tasks of all parts at the end.
+    """Return `schedule` with the tasks of vocabulary parts appended to each rank's program.
 
-    For uses that ignore their order: counts of tasks, and ticks, in which ranks meet anyway. Those
-    of a kind have the order of the stage's tasks that they belong to.
+    Only for uses that ignore the order of parts: counts of tasks, and lockstep ticks. Tasks of one
+    kind are in the order of the stage tasks that they belong to.
     """
 
     def order(stage: int, kinds: str) -> list[int]:
@@ -107,7 +112,7 @@ def with_parts(schedule: Schedule) -> Schedule:
 
 
 def _ahead(tasks: tuple[Task, ...], number: int) -> tuple[Task, ...]:
-    """Return a rank's tasks with `number` more forwards before each of the others; order is kept.
+    """Return a rank's tasks in order, but with `number` more forwards before each backward.
 
     >>> program = "0F0 0B0 0F1 0B1 0F2 0B2".split()
     >>> " ".join(map(str, _ahead(tuple(map(Task.parse, program)), 1)))

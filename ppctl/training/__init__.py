@@ -1,1 +1,1 @@
-"""One training job: what it is made of, its train step, loop, checkpoints, metrics."""
+"""Training: the pipelined model and its steps, the loop with its metrics, and checkpoints."""

@@ -45,7 +45,7 @@ IMPOSSIBLE = [
         "run.name='../../x' names no directory below runs/. Use letters",
     ),
     ({"run": c.Run(name="a//b")}, "run.name='a//b' names no directory"),
-    ({"run": c.Run(dir=" ")}, "run.dir=' ' is no directory. Use a path"),
+    ({"run": c.Run(dir=" ")}, "run.dir=' ' is not a directory. Use a path"),
     ({"plan": TOPOLOGY, "run": c.Run(platform="cuda")}, "run.platform=cuda starts devices. Use"),
     (
         {"mesh": c.Mesh(2, 4, tp=3)},

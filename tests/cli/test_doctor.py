@@ -111,7 +111,9 @@ def test_numbers_that_arrive_changed_are_the_reason(ask, monkeypatch):
     )
     code, found = ask()
     assert code == 1
-    assert bad(found)[0]["text"] == "devices 0 and 2: other numbers arrived than were sent."
+    assert (
+        bad(found)[0]["text"] == "devices 0 and 2: the received numbers differ from the sent ones."
+    )
 
 
 def test_an_exchange_that_loses_a_message_is_not_right(monkeypatch):
@@ -127,7 +129,7 @@ def test_a_link_without_an_answer_ends_the_process_with_a_line():
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stderr.startswith(
-        "ppctl: exchange of device 0 and 1: no answer within 0 s. Training would hang there"
+        "ppctl: exchange of device 0 and 1: no answer within 0 s. Training would hang too"
     )
 
 

@@ -40,7 +40,7 @@ FAULTS = [
     ("train model={layrs:3}", "model.layrs is not a setting of model=transformer"),
     ("train modle=mlp", "modle is not a part of the config. Did you mean model.*schedule.*recipes"),
     ("train +model.bar=2", "model.bar is not a setting of model=transformer"),
-    ("train ~schedule", "~schedule: nothing can be removed. Give schedule another value"),
+    ("train ~schedule", "~schedule: settings cannot be removed. Give schedule another value"),
     ("train --multirun run.seed=1,2 hydra.launcher.jbos=1", "Did you mean hydra.launcher.jobs"),
     ("train --multirun run.seed=1,2 hydra.launcher.jobs=0", "hydra.launcher.jobs=0 must be"),
     (
@@ -49,7 +49,7 @@ FAULTS = [
     ),
     (
         "verify --multirun hydra/sweeper=optuna optim.lr=interval(0,1)",
-        "searches by what runs record, and `ppctl ver",
+        "searches by the records of runs, and `ppctl ver",
     ),
     ("train model@x=mlp", "Could not override 'model@x'"),
     (
@@ -119,9 +119,9 @@ FAULTS = [
     ("train --multirun optim.lr=interval(0,1)", "a sweep needs a list of values"),
     (
         "train --multirun",
-        "--multirun runs every combination .* nothing here has several values. Give some",
+        "--multirun runs every combination .* no setting has several values. Add some",
     ),
-    ("train --multirun run.seed=3", "nothing here has several values"),
+    ("train --multirun run.seed=3", "no setting has several values"),
     ("train --multirun run.seed=range(3,3)", "This sweep is empty"),
     (
         "train --multirun model.layrs=2,3",
@@ -132,10 +132,7 @@ FAULTS = [
         "train --multirun run.seed=1,1",
         "Jobs 0 .run.seed=1. and 1 .run.seed=1. have the same run.dir, runs/default/r",
     ),
-    (
-        "train --multirun run.dir=x,./x",
-        "have the same run.dir, x. Leave out a value that is there twice",
-    ),
+    ("train --multirun run.dir=x,./x", "have the same run.dir, x. Leave out the repeated value"),
     (
         "train --multirun data.batch_size=7,9",
         "All 2 jobs are refused; the first: data.batch_size=7 is not a multiple",
@@ -144,8 +141,8 @@ FAULTS = [
         "train --multirun plan.compile=true run.seed=1,2",
         "plan.compile=true: applies to `ppctl plan` only",
     ),
-    ("train run.dir=r\udce4", "run.dir=r.* is no UTF-8 text. Rename it, or use a UTF-8 locale"),
-    ("train --multirun run.dir=r\udce4 run.seed=1,2", "run.dir=r.* is no UTF-8 text"),
+    ("train run.dir=r\udce4", "run.dir=r.* is not UTF-8 text. Rename it, or use a UTF-8 locale"),
+    ("train --multirun run.dir=r\udce4 run.seed=1,2", "run.dir=r.* is not UTF-8 text"),
     ("train --multirun run.dir=/proc/x run.seed=1,2", "run.dir=/proc/x cannot be written"),
     (
         "bench --multirun run.seed=1,2 hydra.launcher.jobs=2",
@@ -224,7 +221,7 @@ def test_an_unreadable_recipe_is_named(capsys, in_empty_directory):
 def test_an_option_without_schema_is_explained(capsys, in_empty_directory):
     write(in_empty_directory / "mine/model/free.yaml", "num_layers: 4\n")
     assert cli.main(["train", "model=free", "--config-dir", "mine"]) == 2
-    assert "model: the file chosen states no schema" in capsys.readouterr().err
+    assert "model: the chosen file has no schema" in capsys.readouterr().err
 
 
 def test_a_users_options_and_recipes_are_found(served, in_empty_directory):

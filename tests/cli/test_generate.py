@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import ppctl
+import ppctl.language.conversation  # now: imported in a test it would keep the stand-in of another
 from ppctl import cli
 from ppctl.cli.commands.evaluate import _config
 from ppctl.config import Text
@@ -210,7 +211,7 @@ def test_a_conversation_answers_each_message_after_all_before(here, tmp_path, ca
 def test_what_ends_texts_is_said_in_a_line_where_it_cannot_be_read(answering, capsys):
     for text, message in (
         ("{", "cannot be read"),
-        ('{"eos_token_id": ["a"]}', "is no token id and no list of them"),
+        ('{"eos_token_id": ["a"]}', "is neither a token id nor a list of token ids"),
     ):
         assert (
             answering(
@@ -285,14 +286,14 @@ def test_lines_end_at_line_feeds_only_and_a_byte_order_mark_is_none_of_the_text(
     for words, reason in (
         ("generate run --prompts wide.txt", "It is UTF-16: write it as UTF-8"),
         ("evaluate run --choices wide.txt", "It is UTF-16: write it as UTF-8"),
-        ("generate run --prompts /dev/zero", "No plain file"),
-        ("evaluate run --choices pipe", "No plain file"),
-        ("evaluate run data=text data.path=run data.tokenizer=/dev/zero", "No plain file"),
-        ("schedule show schedule=csv schedule.path=/dev/zero", "cannot be read: No plain file"),
+        ("generate run --prompts /dev/zero", "Not a plain file"),
+        ("evaluate run --choices pipe", "Not a plain file"),
+        ("evaluate run data=text data.path=run data.tokenizer=/dev/zero", "Not a plain file"),
+        ("schedule show schedule=csv schedule.path=/dev/zero", "cannot be read: Not a plain file"),
         ("schedule check wide.csv", "It is UTF-16: write it as UTF-8"),
-        ("evaluate run data=text data.path=pipe", "data.path=pipe: No plain file but a FIFO. Use"),
-        ("evaluate run data=tokens data.path=pipe.npy", "pipe.npy: No plain file but a FIFO. Use"),
-        ("import . --out new", "config.json cannot be read (No plain file but a FIFO)"),
+        ("evaluate run data=text data.path=pipe", "data.path=pipe: Not a plain file but a FIFO."),
+        ("evaluate run data=tokens data.path=pipe.npy", "pipe.npy: Not a plain file but a FIFO."),
+        ("import . --out new", "config.json cannot be read (Not a plain file but a FIFO)"),
     ):
         (here / "config.json").unlink(missing_ok=True)
         if "import" in words:
@@ -327,15 +328,15 @@ def test_a_score_is_the_sum_over_the_continuation(here):
         ("generate nowhere --prompt a", "nowhere is no run"),
         (
             "generate run/checkpoints/7 --prompt a",
-            "run has no checkpoint of step 7; there are of steps 20",
+            "run has no checkpoint of step 7; it has steps 20",
         ),
-        ("generate run --prompt a --max-tokens 0", "--max-tokens 0 is too few. Use 1 or more"),
-        ("generate run --prompt a --temperature -1", "--temperature -1.0 is none"),
+        ("generate run --prompt a --max-tokens 0", "--max-tokens 0 is too small. Use 1 or more"),
+        ("generate run --prompt a --temperature -1", "--temperature -1.0 is invalid"),
         (
             "generate run --prompt a --temperature 0 --top-k 3",
             "--temperature 0 takes the likeliest",
         ),
-        ("generate run --prompt a --top-p 2", "--top-p 2.0 is no probability"),
+        ("generate run --prompt a --top-p 2", "--top-p 2.0 is not a probability"),
         ("generate run --prompt a --chat", "has no chat template"),
         (
             "generate run --prompt a --stop ab",
@@ -355,13 +356,13 @@ def test_a_score_is_the_sum_over_the_continuation(here):
             "evaluate run model.d_model=3",
             "takes only data=..., data.SETTING=... and model.seq_len=N",
         ),
-        ("generate run --prompt a\ud83d", "holds half of a pair of surrogates"),
-        ("generate run --chat --prompt \udcff", "holds half of a pair of surrogates"),
-        ("generate run --prompt a --stop \udcff", "holds half of a pair of surrogates"),
-        ("evaluate run --choices half.jsonl", "half.jsonl:1 is no question"),
+        ("generate run --prompt a\ud83d", "holds half of a surrogate pair"),
+        ("generate run --chat --prompt \udcff", "holds half of a surrogate pair"),
+        ("generate run --prompt a --stop \udcff", "holds half of a surrogate pair"),
+        ("evaluate run --choices half.jsonl", "half.jsonl:1 is not a question"),
         ("evaluate run --choices none.jsonl", "--choices none.jsonl cannot be read"),
-        ("evaluate run --choices text.txt", "text.txt:1 is no question"),
-        ("evaluate run --choices text.txt data=stdlib", "has its own text"),
+        ("evaluate run --choices text.txt", "text.txt:1 is not a question"),
+        ("evaluate run --choices text.txt data=stdlib", "evaluates questions, not data"),
         ("evaluate run data=regression", "tokens"),
     ],
 )

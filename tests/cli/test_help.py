@@ -43,9 +43,9 @@ def test_help_of_a_part_without_settings_says_what_it_is(capsys):
     assert cli.main(["train", "--help", "partition"]) == 0
     out = capsys.readouterr().out
     for text in (
-        "partition=uniform: As many layers",
+        "partition=uniform: Equally many layers",
         "partition=balanced: ",
-        "partition.layers=...  a list",
+        "partition.layers=...  list: layers of each stage",
     ):
         assert text in out
 

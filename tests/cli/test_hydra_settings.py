@@ -9,9 +9,9 @@ from ppctl.errors import ConfigError
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("hydra.run.dir=x", "ppctl reads no such setting .* A run's files are in run.dir"),
-        ("hydra.sweep.dir=x", "A run's files are in run.dir"),
-        ("hydra.job.chdir=true", "it stays in the directory of its start"),
+        ("hydra.run.dir=x", "ppctl does not read this setting .* a run writes to run.dir"),
+        ("hydra.sweep.dir=x", "a run writes to run.dir"),
+        ("hydra.job.chdir=true", "does not change the current directory"),
     ],
 )
 def test_a_setting_that_would_be_ignored_is_refused(word, message):
@@ -23,7 +23,7 @@ def test_a_setting_that_would_be_ignored_is_refused(word, message):
     ("content", "reason"),
     [
         ("# @package _global_\nrun: {name: a}\n".encode("utf-16"), "It is UTF-16"),
-        (b"# @package _global_\nrun: {name: \xff}\n", "It is no UTF-8 text"),
+        (b"# @package _global_\nrun: {name: \xff}\n", "It is not UTF-8 text"),
         (b"# @package _global_\n" + b"#" * 2**20, "More than 1 MiB"),
     ],
 )

@@ -101,8 +101,8 @@ def test_the_kinds():
     [
         ("optim.lr=0 must be positive. Use 1e-3.", "Use 1e-3."),
         (
-            "a is a part of 2 names: ab, ba. Use more of one, or a path.",
-            "Use more of one, or a path.",
+            "a is a part of 2 names: ab, ba. Use a longer part of one, or a path.",
+            "Use a longer part of one, or a path.",
         ),
         ("x is wrong. Did you mean y? (settings: y, z)", "Did you mean y? (settings: y, z)"),
         (

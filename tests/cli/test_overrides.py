@@ -90,7 +90,7 @@ def test_a_run_that_was_to_start_anew_goes_on_with_its_own_checkpoints(run_of, t
         ({"distributed": "explicit", "coordinator": "127.0.0.1:4711", "num_processes": 2}, []),
         (
             {"distributed": "explicit", "coordinator": "host:1", "num_processes": 2},
-            ["2 processes: each with its own run.process_id=0, 1, ..."],
+            ["2 processes: each with a different run.process_id=0, 1, ..."],
         ),
         ({"distributed": "auto"}, ["several processes: start it in each of them"]),
     ],

@@ -155,7 +155,7 @@ def test_what_files_hold_is_escaped(capsys):
         ({"last": '{"loss": 1.0}\n'}, "1 record of metrics.jsonl without a step, left out"),
         (
             {"last": json.dumps(record(3)) + "\n"},
-            "steps of metrics.jsonl are not in order, or there twice",
+            "steps of metrics.jsonl are out of order or repeated",
         ),
         (
             {"last": '{"step": 10, "loss": 1e999, "step_time_s": NaN}\n'},
@@ -202,7 +202,7 @@ def test_a_run_without_metrics_or_settings_is_a_page_too(capsys):
 FAULTS = [
     ("", r"the following arguments are required: RUNS"),
     ("nowhere", r"nowhere is no run in runs. \(runs: abc, cab\)"),
-    ("ab", "ab is a part of 2 names: abc, cab. Use more of one, or a path"),
+    ("ab", "ab is a part of 2 names: abc, cab. Use a longer part of one, or a path"),
     ("abc runs/abc", "abc and runs/abc are the same run. Name each once"),
     ("abc abc", "abc and abc are the same run"),
     ("abc --out x.pdf", "--out x.pdf: a report is html. Name a FILE.html"),
@@ -210,10 +210,10 @@ FAULTS = [
     ("abc --out dir.html", "--out dir.html cannot be written: it is a directory"),
     (
         "abc --out mine.html",
-        "--out mine.html: there is such a file, which is no report of ppctl. Move it away",
+        "--out mine.html: the file exists and is not a report of ppctl. Move it away",
     ),
-    ("abc --out pipe.html", "--out pipe.html: there is such a file, which is no report"),
-    ("cab", "runs/cab/report.html: there is such a file, which is no report"),
+    ("abc --out pipe.html", "--out pipe.html: the file exists and is not a report"),
+    ("cab", "runs/cab/report.html: the file exists and is not a report"),
     ("abc --out", "argument --out: expected one argument"),
     ("abc --jsn", "--jsn is not an option. Did you mean --json"),
     ("x" * 5000, "x is no run in runs"),
@@ -240,9 +240,7 @@ def test_a_wrong_request_is_one_line_and_overwrites_nothing(line, message, capsy
 
 def test_without_runs_a_path_is_asked_for(capsys):
     assert cli.main(["report", "tiny"]) == 2
-    assert (
-        "tiny is no run, and none is in runs/ here. Give the path of one" in capsys.readouterr().err
-    )
+    assert "tiny is no run, and runs/ has no runs. Give the path of one" in capsys.readouterr().err
 
 
 def test_a_report_is_written_again_and_a_run_may_be_anywhere(capsys):

@@ -89,7 +89,7 @@ def test_without_a_terminal_nobody_is_asked_and_nothing_done(capsys, monkeypatch
     with open(os.devnull) as nobody:
         monkeypatch.setattr("sys.stdin", nobody)
         told = refused(capsys, "rm", "a")
-    assert told == "`ppctl runs rm` asks first, and there is no terminal to ask on. Add --yes."
+    assert told == "`ppctl runs rm` asks first, but it has no terminal. Add --yes."
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,7 @@ def test_a_run_that_a_process_records_stays(capsys):
         told = refused(capsys, "rm", "other", "a", "-y")
     pid = os.getpid()
     assert (
-        told
-        == f"a is running, recorded by process {pid}, and stays. End it first: kill -INT {pid}, "
+        told == f"a is running, recorded by process {pid}. End it first: kill -INT {pid}, "
         "which saves."
     )
 
@@ -145,7 +144,7 @@ def test_a_run_that_begins_meanwhile_stays(capsys, monkeypatch):
     with RunStatus(make("a", started_s=1.0)):
         summary = run_files.run_summary("a", Path("nowhere"))
         monkeypatch.setattr(run_files, "run_summary", lambda *_: summary)
-        assert "a is running, recorded by a process, and stays" in refused(capsys, "rm", "a", "-y")
+        assert "a is running, recorded by a process. End it" in refused(capsys, "rm", "a", "-y")
 
 
 def test_the_lock_is_held_while_a_run_is_renamed(monkeypatch):
@@ -168,20 +167,17 @@ def test_the_lock_is_held_while_a_run_is_renamed(monkeypatch):
     [
         ("rm", "`ppctl runs rm` needs the names of runs; `ppctl runs` lists them."),
         ("rm nothing", "nothing is no run in runs."),
-        ("rm sched", "sched is no run. Did you mean sweep/schedule=gpipe? Here a name has to be"),
+        ("rm sched", "sched is no run. Did you mean sweep/schedule=gpipe? Use a full name or"),
         ("rm a runs/a", "a and runs/a are the same run. Name each once."),
-        ("rm sweep", "sweep is no run. Did you mean sweep/schedule=gpipe? Here"),
+        ("rm sweep", "sweep is no run. Did you mean sweep/schedule=gpipe? Use"),
         ("rm runs", "runs is no run: it has no metrics.jsonl."),
         ("rm /", "/ is no run: it has no metrics.jsonl. `ppctl runs /` lists the runs below it."),
         ("rm no_run", "no_run is no run in runs. (runs: a, "),
-        ("rm linked", "linked lies behind a link, in "),
-        ("rm behind/far", "behind/far lies behind a link, in "),
-        ("rm runs/behind/far", "runs/behind/far lies behind a link, in "),
-        ("rm outer", "outer holds 1 more runs, and stays: inner. Remove these first."),
-        (
-            "rm mine",
-            "mine holds what no run wrote, and stays: notes.txt, plots. Move that away first.",
-        ),
+        ("rm linked", "linked is a symlink or below one; the run is in "),
+        ("rm behind/far", "behind/far is a symlink or below one; the run is in "),
+        ("rm runs/behind/far", "runs/behind/far is a symlink or below one; the run is in "),
+        ("rm outer", "outer contains 1 more runs: inner. Remove these first."),
+        ("rm mine", "mine holds files that no run wrote: notes.txt, plots. Move them away first."),
     ],
 )
 def test_what_may_not_be_changed_is_refused_and_stays(words, message, capsys):
@@ -206,7 +202,7 @@ def test_the_directory_of_runs_may_be_a_link_itself(capsys):
 
 def test_the_run_that_one_stands_in_stays(capsys, monkeypatch):
     monkeypatch.chdir(make("a"))
-    assert refused(capsys, "rm", ".", "-y").startswith(". is where this command runs, and stays.")
+    assert refused(capsys, "rm", ".", "-y").startswith(". contains the current directory.")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

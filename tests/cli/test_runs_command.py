@@ -267,7 +267,7 @@ FAULTS = [
     ("runs nowhere", "nowhere cannot be read: No such file or directory"),
     ("file", "file cannot be read: Not a directory. Name a directory that holds runs"),
     ("show", "`ppctl runs show` needs the name of a run; `ppctl runs` lists them"),
-    ("show ab", "ab is a part of 3 names: cab, dab, abc. Use more of one, or a path"),
+    ("show ab", "ab is a part of 3 names: cab, dab, abc. Use a longer part of one, or a path"),
     ("show cba", r"cba is no run in runs. Did you mean (cab|abc)\?"),
     ("show qqqqqqqq", r"qqqqqqqq is no run in runs. \(runs: cab, dab, abc\)"),
     ("show file", "file is no run in runs"),

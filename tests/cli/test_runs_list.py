@@ -140,12 +140,12 @@ def test_a_column_that_some_runs_lack_is_empty_there(in_empty_directory, capsys)
             ["--columns", "lr", "--json"],
             "--columns lr: --json has all settings of every run. Leave out one of the two.",
         ),
-        (["--yes"], "--yes: no option of the list. Leave it out."),
+        (["--yes"], "--yes: not an option of the list. Leave it out."),
         (
             ["show", "a", "--sort", "loss", "--yes"],
-            "--sort and --yes: no option of `ppctl runs show`. Leave it out.",
+            "--sort and --yes: not an option of `ppctl runs show`. Leave it out.",
         ),
-        (["rm", "a", "--sort", "lr"], "--sort: no option of `ppctl runs rm`. Leave it out."),
+        (["rm", "a", "--sort", "lr"], "--sort: not an option of `ppctl runs rm`. Leave it out."),
     ],
 )
 def test_what_no_run_has_is_refused_with_what_is_like_it(runs, words, message, capsys):

@@ -83,7 +83,7 @@ def test_tables_and_figures_show_the_same_lines(capsys, tmp_path):
 
 
 WRONG = {
-    "gpipe": "gpipe is not KEY=VALUE. One schedule is schedule=gpipe",
+    "gpipe": "gpipe is not KEY=VALUE. Use schedule=gpipe",
     "mesh=1x8": "mesh: `ppctl schedule curves` takes several sizes. Use --ranks",
     "schedule.num_microbatches=8": "schedule.num_microbatches: .* Use --microbatches",
     "--ranks 0": "--ranks 0: write numbers and ranges from 1 to 1024, as in 2,4,8-12",
@@ -93,7 +93,7 @@ WRONG = {
     "--kept-mb x": "--kept-mb x: write numbers above 0",
     "--format html": "--format html is not one of text, json, svg, pdf, png",
     "--format png": "--format png is not text. Add --out FILE.png",
-    "schedule=interleaved --ranks 3 --microbatches 4": "interleaved has none of these sizes. num_microbatches=4 is not",
+    "schedule=interleaved --ranks 3 --microbatches 4": "interleaved is impossible at all of these sizes. num_microbatches=4 is not",
     "--ranks 1-17 --microbatches 1-20 --format svg": "17 lines are more than the 16",
     "--ranks 1024 --microbatches 1024": "1024 ranks, 1024 microbatches: 3,145,728 tasks are too many to simulate",
 }

@@ -35,9 +35,12 @@ def test_check_points_at_the_fault_of_a_bad_file(text, fault, arrow, capsys, in_
 
 
 FAULTS = [
-    ("shw", r"shw is not something .* Did you mean show\? \(show, list, compare, curves, check\)"),
-    ("mesh=1x4", "mesh=1x4 is not something"),
-    ("--json", "Say what to do"),
+    (
+        "shw",
+        r"shw is not a subcommand .* Did you mean show\? \(show, list, compare, curves, check\)",
+    ),
+    ("mesh=1x4", "mesh=1x4 is not a subcommand"),
+    ("--json", "needs a subcommand"),
     (
         "show --format pgn",
         "--format pgn is not one of text, html, svg, pdf, png, json, csv. Did you mean png",
@@ -62,7 +65,7 @@ FAULTS = [
     ("list --format html", "--format html is not one of text, svg, pdf, png, json, csv"),
     ("compare", "Name the schedules to compare"),
     ("compare gpipe foo", "schedule=foo is not an option of schedule"),
-    ("compare gpipe schedule=1f1b", "takes the name only: 1f1b"),
+    ("compare gpipe schedule=1f1b", "takes only the name: 1f1b"),
     ("compare gpipe:num_chunks=2", "schedule.num_chunks is not a setting of schedule=gpipe"),
     (
         "compare gpipe 1f1b schedule.num_chunks=3",
@@ -110,7 +113,7 @@ def test_a_file_that_is_not_text_is_one_line(capsys, in_empty_directory):
     assert cli.main(["schedule", "check", "bytes.csv"]) == 2
     assert (
         capsys.readouterr().err
-        == "ppctl: bytes.csv cannot be read: It is no UTF-8 text: invalid start byte.\n"
+        == "ppctl: bytes.csv cannot be read: It is not UTF-8 text: invalid start byte.\n"
     )
 
 
@@ -128,7 +131,7 @@ def test_other_commands_refuse_assumed_costs(line, capsys, in_empty_directory):
     text = "# @package _global_\ncosts: {forward_s: 2}\n"
     (in_empty_directory / "recipes/ours.yaml").write_text(text)
     assert cli.main([*line.split(), "--config-dir", "."]) == 2
-    assert "costs are assumed by `ppctl schedule` alone" in capsys.readouterr().err
+    assert "only `ppctl schedule` reads these costs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_the_result_as_json(here, capsys):
         ),
         (
             ["notes.txt", *SIZE, "--out", "notes.txt"],
-            "--out notes.txt is no directory. Use another.",
+            "--out notes.txt is not a directory. Use another.",
         ),
         (
             ["notes.txt", *SIZE, *OUT, "--special", "a", "--special", "a"],
@@ -136,11 +136,11 @@ def test_mistakes_are_refused_with_the_remedy(here, capsys, words, message):
 def test_text_that_is_none_is_refused(here, capsys):
     (here / "empty.txt").touch()
     (here / "binary.txt").write_bytes(b"a\0")
-    for name, reason in (("empty.txt", "is empty"), ("binary.txt", "is no text: byte 1 is 0")):
+    for name, reason in (("empty.txt", "is empty"), ("binary.txt", "is not text: byte 1 is 0")):
         assert main(["tokenize", name, "--vocab-size", "300", "--out", "t"]) == 2
         assert reason in capsys.readouterr().err
         assert (
             main(["tokenize", name, "--vocab-size", "300", "--out", "t", "--on-error", "skip"]) == 2
         )
-        assert "hold no text. Use files with some." in capsys.readouterr().err
+        assert "hold no text. Use files with text." in capsys.readouterr().err
     assert not (here / "t").exists()

@@ -206,7 +206,7 @@ def test_a_model_that_this_machine_cannot_hold_is_refused_before_it_is_made(
     )
     assert cli.main([command, *words.split()]) == 2
     assert re.fullmatch(
-        r"ppctl: Parameters and moments of [\d,]+ parameters take .*, and this machine, .*\n",
+        r"ppctl: The state of [\d,]+ parameters takes .*, but this machine, .*\n",
         capsys.readouterr().err,
     )
     assert list(tmp_path.iterdir()) == []

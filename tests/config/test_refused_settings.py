@@ -59,8 +59,8 @@ def mixture(mesh=None, optim=None, executor=None, **moe):
 MIXTURES = [
     (
         mixture({"ep": 3, "tp": 2}, num_experts=8),
-        r"model.moe.num_experts=8 is not a multiple of mesh.ep\*mesh.tp = 3\*2 = 6: each device has "
-        "as many experts. Use mesh.ep=2, or another number of experts",
+        r"model.moe.num_experts=8 is not a multiple of mesh.ep\*mesh.tp = 3\*2 = 6: each device "
+        "holds equally many experts. Use mesh.ep=2, or another number of experts",
     ),
     (
         mixture({"ep": 3}, num_experts=8),
@@ -72,8 +72,9 @@ MIXTURES = [
     ),
     (
         mixture({"tp": 2}, executor=c.Mpmd(sequence_parallel=False), num_experts=8),
-        "mesh.tp=2 divides experts by the rows of tokens, and executor.sequence_parallel=false "
-        "leaves these whole. Use executor.sequence_parallel=true, or mesh.tp=1",
+        "experts with mesh.tp=2 need the rows of tokens sharded, but "
+        "executor.sequence_parallel=false keeps them whole. Use executor.sequence_parallel=true, "
+        "or mesh.tp=1",
     ),
     (
         mixture({"ep": 2}),
@@ -153,7 +154,7 @@ MIXTURES = [
         (config_with(model=c.Transformer(head_dim=5)), "model.head_dim=5 is odd"),
         (
             config_with(model=c.Transformer(head_dim=12, rope=Rope(fraction=0.6))),
-            "fraction=0.6 of heads 12 wide are 7.2 dims, no even .* Use model.rope.fraction=0.666",
+            "fraction=0.6 of heads 12 wide are 7.2 dims, not an even .* Use model.rope.fraction=0.666",
         ),
         (config_with(model=c.Transformer(rope=Rope(fraction=0))), "fraction=0 must be .* above 0"),
         (config_with(model=c.Transformer(head_dim=0)), "model.head_dim=0 must be .* at least 1"),
@@ -184,7 +185,7 @@ MIXTURES = [
         (scaled(rope_type="linear"), r"model.rope.scaling has no factor. It takes factor\."),
         (
             scaled(rope_type="linear", factor=2.0, beta_fast=8.0),
-            r"scaling.beta_fast is no setting of .* It takes factor\.",
+            r"scaling.beta_fast is not a setting of .* It takes factor\.",
         ),
         (
             scaled(rope_type="yarn", factor=2.0),
@@ -273,15 +274,15 @@ MIXTURES = [
         ),
         (
             config_with(run=c.Run(num_processes=2)),
-            "num_processes=2 is of .*=off. Leave it out, or set run.distributed=explicit and",
+            "num_processes=2 needs .*=off. Leave it out, or set run.distributed=explicit and",
         ),
         (
             config_with(run=c.Run(coordinator="a:1")),
-            "run.coordinator=a:1 is of a run of several processes, but",
+            "run.coordinator=a:1 needs a run of several processes, but",
         ),
         (
             config_with(run=c.Run(process_id=0)),
-            "run.process_id=0 is of a run of several processes, but",
+            "run.process_id=0 needs a run of several processes, but",
         ),
         (
             config_with(run=c.Run(distributed="explicit", process_id=0)),
@@ -348,7 +349,7 @@ MIXTURES = [
         ),
         (
             config_with(launch=c.Launch(max_restarts=1), run=c.Run(distributed="auto")),
-            "launch.max_restarts=1 is for .* run.distributed=auto says .* Use run.distributed=off",
+            "launch.max_restarts=1 is for .* with run.distributed=auto .* Use run.distributed=off",
         ),
         (config_with(launch=c.Launch(processes=0)), "launch.processes=0 must be"),
         (config_with(launch=c.Launch(max_restarts=-1)), "launch.max_restarts=-1 must be"),
@@ -421,7 +422,7 @@ def test_impossible_settings_are_refused_with_their_values(config, message):
     [
         (
             {"model": c.MLP(), "data": c.Stdlib(packing=True)},
-            "which model=mlp does not tell apart. Use data.packing=f",
+            "but model=mlp cannot separate them. Use data.packing=f",
         ),
         (
             {"data": c.Text(path="x", document="word")},

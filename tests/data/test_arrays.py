@@ -61,7 +61,7 @@ def test_a_memory_map_is_read_and_told_apart_by_its_content(tmp_path):
         ({}, "a.b has no arrays; name one"),
         (
             rows(targets=np.arange(39)),
-            "a.b has 40 of inputs, 39 of targets; every array holds one entry an example",
+            "a.b has 40 of inputs, 39 of targets; every array needs one entry per example",
         ),
         (rows(4), r"a.b: 4 examples: 4-1 = 3 are left to train on, fewer than data.batch_size=4"),
     ],

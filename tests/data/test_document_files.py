@@ -80,18 +80,18 @@ def test_parquet_is_documents(tmp_path):
     assert missing.reason == "has no column text (it has body, id)"
     (tmp_path / "b.parquet").write_bytes(b"PAR1 no")
     (broken,) = read_documents(tmp_path / "b.parquet", Fields())
-    assert broken.reason.startswith("is no Parquet")
+    assert broken.reason.startswith("is not Parquet")
 
 
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("{", "line 2 is no JSON"),
+        ("{", "line 2 is not JSON"),
         ("[1]", "line 2 holds list, not an object with fields"),
         ('{"body": "x"}', r"line 2 has no field text \(it has body\)"),
         ('{"text": 3}', "line 2 field text is int, not a text"),
         ('{"text": " "}', "line 2 field text is empty"),
-        ("\udcff", "line 2 is no JSON"),
+        ("\udcff", "line 2 is not JSON"),
     ],
 )
 def test_a_broken_line_is_named_and_stops_or_is_skipped(build, tmp_path, line, reason):
@@ -133,7 +133,7 @@ def test_text_that_utf8_cannot_hold_is_a_broken_line(tmp_path, row):
     fields = Fields(prompt="prompt") if "prompt" in row else Fields()
     broken, good = read_documents(file, fields)
     assert broken.place.endswith("line 1")
-    assert "holds half of a pair of surrogates, which UTF-8 cannot hold" in broken.reason
+    assert "holds half of a surrogate pair, which UTF-8 cannot encode" in broken.reason
     assert good.content == "good"
 
 
@@ -155,7 +155,7 @@ def test_values_of_parquet_that_json_cannot_hold_are_texts_or_refused(tmp_path):
         pyarrow.table({"text": [[{"role": "user", "content": b"x"}]]}), tmp_path / "c.parquet"
     )
     (broken,) = read_documents(tmp_path / "c.parquet", Fields())
-    assert "holds bytes, which are no text" in broken.reason
+    assert "holds bytes, which are not text" in broken.reason
     words = pyarrow.array(["a", "b", "a"]).dictionary_encode()
     parquet.write_table(pyarrow.table({"text": words}), tmp_path / "d.parquet")
     assert texts_of(tmp_path / "d.parquet") == ["a", "b", "a"]

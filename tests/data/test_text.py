@@ -150,8 +150,8 @@ def test_home_is_expanded(build, tmp_path, monkeypatch):
     [
         (b"", "is empty"),
         (b"a", None),
-        (b"a\xff", "is no UTF-8 text (invalid start byte at about byte 1)"),
-        (b"a\0", "is no text: byte 1 is 0"),
+        (b"a\xff", "is not UTF-8 text (invalid start byte at about byte 1)"),
+        (b"a\0", "is not text: byte 1 is 0"),
     ],
 )
 def test_why_no_text(tmp_path, content, expected):
@@ -202,7 +202,7 @@ def test_a_library_without_sources_is_refused_with_the_remedy(build, tmp_path, m
     ("content", "fault"),
     [
         (None, r"data=text data.path=\S+x.txt: No such file or directory\. Use "),
-        (b"\xff\xff", r"x.txt is no UTF-8 text .*\. Use on_error=skip"),
+        (b"\xff\xff", r"x.txt is not UTF-8 text .*\. Use on_error=skip"),
         (b"", r"x.txt is empty\. Use on_error=skip"),
     ],
 )
@@ -218,8 +218,7 @@ def test_a_directory_without_text_is_refused_with_the_remedy(build, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty/binary").write_bytes(b"\0")
     with pytest.raises(
-        DataError,
-        match=r"no UTF-8 text there .hidden and binary files are passed over.\. Use another",
+        DataError, match=r"no UTF-8 text found .hidden and binary files are skipped.\. Use another"
     ):
         build("text", path=str(tmp_path / "empty"))
 

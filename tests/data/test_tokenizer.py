@@ -158,8 +158,8 @@ def test_a_template_that_fails_or_reaches_out_is_refused(template, message):
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ("hi", '"hi" is no list of messages'),
-        ([], "no list"),
+        ("hi", '"hi" is not a list of messages'),
+        ([], "not a list"),
         ([{"content": "x"}], 'write {"role": ..., "content"'),
     ],
 )
@@ -200,10 +200,10 @@ def test_a_chat_template_is_found_where_tokenizers_have_it(directory, tmp_path, 
         (
             "good",
             None,
-            r"no eos_token in a tokenizer_config.json says .* Use data.end_token=TOKEN "
+            r"no tokenizer_config.json with an eos_token, .* Use data.end_token=TOKEN "
             r".*<|im_end|>\)",
         ),
-        ("good", "</s>", r"</s> is none of its tokens\. Use data.end_token=TOKEN"),
+        ("good", "</s>", r"</s> is not one of its tokens\. Use data.end_token=TOKEN"),
     ],
 )
 def test_what_is_no_tokenizer_is_refused_with_the_remedy(

@@ -185,15 +185,15 @@ def test_a_loss_outside_of_layers_is_refused():
     stack = attaching_stack()
     late = lambda e, x, t: stack.head(e, ppctl.attach_loss(x, x.sum(), name="late"), t)
     early = lambda e, i: ppctl.attach_loss(stack.embed(e, i), i.sum(), name="early")
-    with pytest.raises(ppctl.PpctlError, match=r"attach_loss\(late\) stands in the head, and"):
+    with pytest.raises(ppctl.PpctlError, match=r"attach_loss\(late\) is called in the head, but"):
         one_step(replace(stack, head=late))
     with pytest.raises(
-        ppctl.PpctlError, match=r"attach_loss\(early\) stands in the embedding, and"
+        ppctl.PpctlError, match=r"attach_loss\(early\) is called in the embedding, but"
     ):
         one_step(replace(stack, embed=early))
     named = {"metrics": {"size": lambda y, batch: y[:, 0]}}
     options = replace(stack.options, outputs=lambda e, x: x @ e["out"])
-    with pytest.raises(ppctl.PpctlError, match="metrics has 'size', an attached"):
+    with pytest.raises(ppctl.PpctlError, match="metrics has 'size', the name of an attached"):
         one_step(replace(stack, options=options), **named)
 
 
@@ -208,7 +208,7 @@ def test_a_loss_of_integers_before_the_first_layer_is_refused():
     batch = {"inputs": np.zeros(8, np.int32), "targets": np.zeros((8, 2))}
     how = {"num_microbatches": 2, "optimizer": optax.sgd(0.1)}
     with pytest.raises(
-        ppctl.PpctlError, match=r"attach_loss\(early\) stands in the embedding, and"
+        ppctl.PpctlError, match=r"attach_loss\(early\) is called in the embedding, but"
     ):
         ppctl.pipeline(network, mesh=ppctl.mesh(), batch=batch, schedule="gpipe", **how)
 
@@ -216,11 +216,17 @@ def test_a_loss_of_integers_before_the_first_layer_is_refused():
 @pytest.mark.parametrize(
     ("attach", "message"),
     [
-        (lambda x: ppctl.attach_loss(x, x.sum(-1), name="rows"), r"float64\[4\], and it takes one"),
-        (lambda x: ppctl.attach_loss(x, x.sum(), name="lr"), r"attach_loss\(lr\): a step reports"),
+        (
+            lambda x: ppctl.attach_loss(x, x.sum(-1), name="rows"),
+            r"needs a floating scalar, not float64\[4\]",
+        ),
+        (
+            lambda x: ppctl.attach_loss(x, x.sum(), name="lr"),
+            r"attach_loss\(lr\): the name is reserved",
+        ),
         (
             lambda x: ppctl.attach_loss(x, x.sum(), name="a_s"),
-            r"attach_loss\(a_s\): a step reports",
+            r"attach_loss\(a_s\): the name is reserved",
         ),
     ],
 )

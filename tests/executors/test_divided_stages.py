@@ -233,7 +233,7 @@ REFUSED = [
     (
         {"cp": 2},
         {"model": {"attention": "pallas"}},
-        "cp=2 merges parts of a softmax, which pallas does not give",
+        "cp=2 merges parts of a softmax by their sums, which pallas does not return",
     ),
 ]
 

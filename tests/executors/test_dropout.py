@@ -131,7 +131,7 @@ def test_dropout_of_adapters_drops_their_inputs_alone():
         assert np.mean(each == 0) == pytest.approx(rate, abs=0.02)
     assert len({each.tobytes() for each in inputs}) == 3
     assert replace(drop, key=None).adapter_input(x, "query") is x
-    with pytest.raises(ConfigError, match=r"dropout=1.0 of adapters is no rate: 0 <= rate < 1"):
+    with pytest.raises(ConfigError, match=r"dropout=1.0 of adapters is invalid. Use 0 <= rate < 1"):
         ppctl.Lora(dropout=1.0)
 
 

@@ -252,14 +252,14 @@ def test_the_step_of_adapters_has_no_product_of_the_shape_of_a_frozen_weight():
 @pytest.mark.parametrize(
     ("trainable", "message"),
     [
-        (False, "trainable leaves no parameter to train. Set it True for some."),
+        (False, "trainable leaves no parameter to train. Set it to True for some."),
         (
             {"embed_head": True},
-            "trainable is no tree of booleans like that of the parameters: it is PyTreeDef",
+            "trainable differs from the tree of the parameters: it is PyTreeDef",
         ),
         (
             {"embed_head": True, "layers": "kernel"},
-            "trainable has 'kernel'; of each parameter it must be True or False.",
+            "trainable has 'kernel'. Give each parameter True or False.",
         ),
     ],
 )

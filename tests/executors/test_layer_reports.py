@@ -182,9 +182,9 @@ def lost(w, x):
         (routed(updates={}), "declares no parameter for them"),
         (
             routed(updates={"bias": balanced}),
-            "updates names bias, and a layer has experts, router/",
+            "updates names bias, but a layer has experts, router/",
         ),
-        (replace(routed(), layer=lost), "they would be lost"),
+        (replace(routed(), layer=lost), "the counts would be lost"),
         (
             routed(trainable={"embed_head": True, "layers": {"router": False, "experts": True}}),
             "updates names router/bias, which trainable freezes",

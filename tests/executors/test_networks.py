@@ -278,7 +278,7 @@ UNCUTTABLE = {
     "integers": (
         lambda p, x: (lambda n, y: y @ p["w1"] + n)(*stage_boundary((jnp.argsort(x), x @ p["w0"]))),
         {},
-        r"int64\[2, 4\] crosses the boundary before layer 1, and what passes between layers is "
+        r"int64\[2, 4\] crosses the boundary before layer 1, but values between layers must be "
         r"floating",
     ),
     "batch mean": (
@@ -289,7 +289,7 @@ UNCUTTABLE = {
     "inside a loop": (
         lambda p, x: jax.lax.fori_loop(0, 3, lambda i, x: stage_boundary(x @ p["w0"]), x),
         {},
-        "a stage_boundary stands inside of (while|scan), which is one operation",
+        "a stage_boundary is inside (while|scan), which is one operation",
     ),
     "other rows": (other_rows, {}, "apply runs other operations on 3 examples than on 2"),
     "too many": (
@@ -300,7 +300,7 @@ UNCUTTABLE = {
     "integer weights": (
         lambda p, x: x @ p["w0"],
         {"dtype": jnp.int32},
-        "init makes w0 of int32, and parameters are",
+        "init makes w0 of int32, but parameters must be",
     ),
     "nothing of the inputs": (
         lambda p, x: stage_boundary(jnp.sin(x @ p["w0"])).sum() * 0 + p["w1"],

@@ -162,7 +162,7 @@ def test_one_program_of_all_ranks_is_not_divided_by_xla():
 
 
 OF_HEAD = (
-    r"sharding of embed_head.head is P\(None, 'tp'\), but its size there, 4 of \(8, 4\), is not a "
+    r"sharding of embed_head.head is P\(None, 'tp'\), but the sharded dim, 4 of \(8, 4\), is not a "
     r"multiple of tp=3 "
 )
 REFUSED = [
@@ -170,18 +170,18 @@ REFUSED = [
     (
         lambda: stack(sharding={"embed_head": None, "layers": P(None, "tp")}),
         {"tp": 2},
-        r"of layers.bias is P\(None, 'tp'\), of 2 dims, but the parameter has the shape \(16,\)",
+        r"of layers.bias is P\(None, 'tp'\), with 2 dims, but the parameter has the shape \(16,\)",
     ),
-    (stack, {"tp": 2, "cp": 2}, r"cp=2 divides the stages of models that say how .* Use cp=1"),
+    (stack, {"tp": 2, "cp": 2}, r"cp=2 divides stages, but this model defines Part.* Use cp=1"),
     (
         lambda: stack(sharding={"embed_head": None}),
         {"tp": 2},
-        "sharding is no tree of PartitionSpecs like that of the param",
+        "sharding is not a tree of PartitionSpecs like the param",
     ),
     (
         lambda: stack(sharding={"embed_head": None, "layers": P("fsdp")}),
         {"tp": 2},
-        "may have ep and tp alone, in one dim",
+        "may have only ep and tp, in one dim",
     ),
     (
         lambda: stack(sharding={"embed_head": None, "layers": 3}),
@@ -196,7 +196,7 @@ REFUSED = [
     (
         lambda: stack().with_options(sharding=None),
         {"tp": 2},
-        r"tp=2: this divides the stages of models that say how \(StackOptions.divided, or sharding for tp\)",
+        r"tp=2 divides stages, but this model does not define how \(StackOptions.divided, or shard",
     ),
 ]
 
@@ -208,7 +208,7 @@ def test_what_cannot_be_divided_is_refused(model, mesh, message):
 
 
 def test_layers_that_xla_divides_are_not_gathered_one_by_one():
-    with pytest.raises(ConfigError, match=r"gather=layer with fsdp=2 and tp=2: .* Use gather=step"):
+    with pytest.raises(ConfigError, match=r"gather=layer with fsdp=2 and tp=2 .* Use gather=step"):
         make_pipe(stack(), {"tp": 2, "fsdp": 2}, gather="layer", **MPMD)
 
 

@@ -335,9 +335,9 @@ def test_an_operation_that_gives_both_gradients_is_refused(name):
     with pytest.raises(ConfigError) as error:
         _ = stage.layers[0].split
     assert str(error.value) == (
-        f"the backward of a layer has no I and W: {name}, with results {results}, yields the "
+        f"the backward of a layer cannot be split: {name}, with results {results}, yields the "
         "gradients of the layer's input and of its weights together. Write it with jax.lax.scan, "
-        "or use a schedule of whole backwards, such as schedule=interleaved."
+        "or use a schedule of unsplit backwards, such as schedule=interleaved."
     )
 
 

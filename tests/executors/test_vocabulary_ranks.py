@@ -178,7 +178,7 @@ def test_what_has_no_vocabulary_is_refused_and_who_has_it_whole():
     with pytest.raises(ConfigError, match=r"^vocab=some is not one of whole, parallel"):
         make_pipe(make(257), batch, {"pp": 2}, vocab="some")
     with pytest.raises(
-        ConfigError, match=r"not of a custom Schedule. Give it with_vocabulary\(schedule\)"
+        ConfigError, match=r"not for a custom Schedule. Use with_vocabulary\(schedule\)"
     ):
         make_pipe(
             make(257),

@@ -134,8 +134,8 @@ def test_what_ids_of_an_unknown_tokenizer_stand_for_is_not_guessed(place, capsys
     run("ppctl import DIR --out RUN_DIR", 0, capsys)
     for line, message in (
         ("generate base --prompt a", "base has no tokenizer.json, and its data=tokens names no"),
-        ("evaluate base data=text data.path=notes.txt", "what its ids stand for is unknown. Put"),
-        ("evaluate base", "base was imported, and holds out nothing to evaluate on. Name data="),
+        ("evaluate base data=text data.path=notes.txt", "the meaning of its ids is unknown. Put"),
+        ("evaluate base", "base was imported, and has no held-out sequences. Name data="),
     ):
         assert cli.main(line.split()) == ConfigError.exit_code
         assert message in capsys.readouterr().err

@@ -144,13 +144,13 @@ def test_parameters_of_another_model_and_none_are_refused(tmp_path, monkeypatch,
         "model.num_layers=1",
     ]
     assert cli.main([*small, "run.start_from=llama"]) == CheckpointError.exit_code
-    assert "run.start_from=llama is of another model: " in capsys.readouterr().err
+    assert "run.start_from=llama has another model: " in capsys.readouterr().err
     assert cli.main([*small, "run.start_from=nothing"]) == CheckpointError.exit_code
     assert (
         "run.start_from=nothing has no checkpoint. Name a run directory" in capsys.readouterr().err
     )
     assert cli.main([*small, "run.dir=llama"]) == CheckpointError.exit_code
-    assert "is a model that was imported. Train it into another run.dir" in capsys.readouterr().err
+    assert "is an imported model. Train it into another run.dir" in capsys.readouterr().err
 
 
 def without(tensors, name):
@@ -161,15 +161,15 @@ MISTAKES = [  # changes of config.json, of tensors, what is said
     (
         {"model_type": "phi3"},
         None,
-        "model_type=phi3 is none that ppctl knows. It has llama, mistral, qwen2",
+        "model_type=phi3 is unsupported. ppctl has llama, mistral, qwen2",
     ),
     ({"attention_bias": True}, None, "attention_bias=True in config.json"),
     (
         {"tie_word_embeddings": True},
         None,
-        "lm_head.weight is not equal to model.embed_tokens.weight, and tie_word_embeddings=true",
+        "lm_head.weight differs from model.embed_tokens.weight, but tie_word_embeddings=true",
     ),
-    ({"hidden_act": "relu"}, None, "hidden_act=relu in config.json is no activation"),
+    ({"hidden_act": "relu"}, None, "hidden_act=relu in config.json is not supported"),
     (
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
         None,
@@ -179,7 +179,7 @@ MISTAKES = [  # changes of config.json, of tensors, what is said
     (
         {"intermediate_size": 40},
         None,
-        r"layers.0.mlp.down_proj.weight is \[32, 48\], and config.json makes it \[32, 40",
+        r"layers.0.mlp.down_proj.weight is \[32, 48\], but config.json requires \[32, 40",
     ),
     (
         {},
@@ -189,12 +189,12 @@ MISTAKES = [  # changes of config.json, of tensors, what is said
     (
         {},
         lambda t: t | {"model.extra.weight": t["lm_head.weight"]},
-        r"model.extra.weight \[96, 32\] is no tensor of",
+        r"model.extra.weight \[96, 32\] is not a tensor of",
     ),
     (
         {},
         lambda t: t | {"lm_head.weight": np.zeros((96, 32))},
-        "lm_head.weight in .* is F64, and parameters are kept",
+        "lm_head.weight in .* is F64, but parameters are stored",
     ),
 ]
 
@@ -258,7 +258,7 @@ def test_dropout_of_attention_is_noted(copy, tmp_path):
     for value in (0.1, 0.0):
         write({**before, "attention_dropout": value})
         notes = import_model(directory, tmp_path / f"run{value}").notes
-        text = f"attention_dropout={value} is not applied: no dropout in ppctl"
+        text = f"attention_dropout={value} is not applied: unsupported"
         assert notes == ((text,) if value else ())
 
 
@@ -323,7 +323,7 @@ def test_files_next_to_the_one_that_is_meant_are_not_read(copy, tmp_path):
     import_model(directory, tmp_path / "indexed")
     for text in ("{}", '{"weight_map": {"a": 1}}', '{"weight_map": {"a": "../x"}}', "\\xff"):
         index.write_text(text)
-        with pytest.raises(ConfigError, match="is no index of safetensors"):
+        with pytest.raises(ConfigError, match="is not an index of safetensors"):
             import_model(directory, tmp_path / "none")
 
 
@@ -447,7 +447,7 @@ MIXTURE_MISTAKES = [  # a golden mixture, changes of its config.json, the messag
     ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\] in config.json: ppctl's"),
     ("qwen3_moe", {"attention_bias": True}, "attention_bias=True in config.json: ppctl's"),
     ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window=True in config.json"),
-    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 in config.json: ppctl's transformer has none"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 in config.json: ppctl's transformer does not"),
     ("glm4_moe", {"n_shared_experts": 0}, "model.moe.shared_width=0 must be"),
     ("glm4_moe", {"n_group": 3}, "model.moe.num_groups=3 with model.moe.top_groups=2 do not fit"),
 ]
@@ -493,7 +493,7 @@ def test_a_bound_of_training_drops_no_token_of_a_text(tmp_path):
 def test_losses_of_balance_are_noted_and_not_applied(tmp_path):
     notes = import_model(FOLDER / "mixtral", tmp_path / "run").notes
     assert notes == (
-        "router_aux_loss_coef=0.001 is not applied: ppctl's balance loss, of each sequence, is "
+        "router_aux_loss_coef=0.001 is not applied: ppctl's balance loss per sequence is "
         "model.moe.balance_loss",
     )
 

@@ -434,5 +434,5 @@ def test_loops_that_are_counted_know_their_length():
 
 def test_a_template_without_end_is_refused(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("x" * 10**6)
-    with pytest.raises(DataError, match=r"a chat template of 1,000,000 letters; .* Use another"):
+    with pytest.raises(DataError, match=r"a chat template of 1,000,000 characters; .* Use another"):
         chat_template(tmp_path, {})

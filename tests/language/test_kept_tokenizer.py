@@ -45,7 +45,7 @@ def test_a_run_keeps_its_tokenizer(tmp_path, monkeypatch, capsys):
     (tmp_path / "t/tokenizer.json").write_text(json.dumps(json.loads(text)))
     capsys.readouterr()
     assert cli.main([*TRAIN.split(), "run.num_steps=2"]) == 0
-    differs = "data.tokenizer=t is not what run/source keeps: tokenizer.json"
+    differs = "data.tokenizer=t differs from the copy in run/source: tokenizer.json"
     assert f"note      {differs}; it makes the same tokens of this text" in capsys.readouterr().out
 
     # one that makes other tokens of the text is refused
@@ -131,7 +131,7 @@ def test_another_tokenizer_than_that_of_the_start_is_noted(tmp_path, monkeypatch
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "tokenizer.json").write_text(text)
     for data, name in ((Text(path="t", tokenizer="other"), "other"), (Text(path="t"), "bytes")):
-        text = f"data.tokenizer={name} is not what first/source keeps: tokenizer.json"
+        text = f"data.tokenizer={name} differs from the copy in first/source: tokenizer.json"
         assert changed_tokenizer(Path("first"), data) == text
     assert changed_tokenizer(Path("first"), Text(path="t", tokenizer="first/source")) is None
     assert changed_tokenizer(Path("first"), Synthetic()) is None

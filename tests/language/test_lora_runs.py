@@ -210,7 +210,7 @@ def test_a_run_of_adapters_goes_on_in_another(base, capsys):
         (
             {"train": "all", "lora_rank": 8},
             {},
-            "optim.lora_rank=8 is of adapters, and optim.train=all trains none. Leave it out",
+            "optim.lora_rank=8 applies to adapters, but optim.train=all trains none. Leave it out",
         ),
         ({"lora_rank": 0}, {}, "optim.lora_rank=0"),
         ({"lora_alpha": 0.0}, {}, "optim.lora_alpha=0"),
@@ -220,15 +220,15 @@ def test_a_run_of_adapters_goes_on_in_another(base, capsys):
         (
             {"lora_targets": ["gate"]},
             {},
-            "optim.lora_targets has gate, and with model.activation=gelu",
+            "optim.lora_targets has gate, but with model.activation=gelu",
         ),
         (
             {"lora_targets": ["q", "up"]},
             {"model": Transformer(moe=Experts(num_experts=4))},
-            "optim.lora_targets has up, and with model.moe.num_experts=4 all layers have experts, "
-            "which take no adapters, in place of an MLP. Leave it out.",
+            "optim.lora_targets has up, but with model.moe.num_experts=4 all layers have experts "
+            "instead of an MLP, and experts take no adapters. Leave it out.",
         ),
-        ({}, {"model": MLP(), "data": Regression()}, "and model=mlp has none. Use optim.train=all"),
+        ({}, {"model": MLP(), "data": Regression()}, "but model=mlp has none. Use optim.train=all"),
         (
             {},
             {"model": CustomModel(target="a.b"), "data": Regression()},
@@ -370,15 +370,19 @@ def test_adapters_of_peft_come_in_and_train_on(base, capsys):
 @pytest.mark.parametrize(
     ("changes", "words", "message"),
     [
-        ({}, [], "adapter holds adapters. Import their model first, then add --base RUN_DIR"),
-        ({"peft_type": "IA3"}, ["--base", "base"], "states peft_type=IA3. Adapters of LORA"),
+        (
+            {},
+            [],
+            "adapter holds adapters. Import their base model first, then add its --base RUN_DIR",
+        ),
+        ({"peft_type": "IA3"}, ["--base", "base"], "states peft_type=IA3. Only LORA"),
         ({"use_dora": True}, ["--base", "base"], "has use_dora=True, which ppctl's adapters"),
         (
             {"r": 8},
             ["--base", "base"],
-            "lora_A.weight is [4, 32], and config.json makes it [8, 32]",
+            "lora_A.weight is [4, 32], but config.json requires [8, 32]",
         ),
-        ({"lora_alpha": -1}, ["--base", "base"], "has r=4 and lora_alpha=-1, which are no sizes"),
+        ({"lora_alpha": -1}, ["--base", "base"], "has r=4 and lora_alpha=-1: both must be"),
         ({}, ["--base", "adapter"], "adapter"),
     ],
 )

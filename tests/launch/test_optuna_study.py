@@ -158,14 +158,14 @@ def test_another_search_in_its_place_is_another_study(changed):
 def test_a_file_of_something_else_stays():
     TOP.mkdir(parents=True)
     (TOP / STUDY).write_text("mine\n")
-    with pytest.raises(ConfigError, match="not of a search by ppctl and stays"):
+    with pytest.raises(ConfigError, match="not a study of ppctl, and is kept"):
         searched()
     assert (TOP / STUDY).read_text() == "mine\n"
 
 
 def test_a_number_that_runs_do_not_record():
     with pytest.raises(
-        ConfigError, match=r"metric=rows_per_s: job 0 .optim.lr=.*. has finished without it"
+        ConfigError, match=r"metric=rows_per_s: job 0 .optim.lr=.*. has not recorded it"
     ):
         searched(n_trials=3, metric="rows_per_s")
 
@@ -197,7 +197,7 @@ def test_what_is_typed_is_what_is_searched(text, expected):
             "optim.rl=interval(0,1)",
             "optim.rl is not a setting of optim=adamw. Did you mean optim.lr",
         ),
-        ("optim.lr=0.1", "nothing here has several values"),
+        ("optim.lr=0.1", "no setting has several values"),
         (
             "optim.lr=interval(0,1) hydra.sweeper.metric=loss",
             "hydra.sweeper.metric=loss is not one of final_loss, eval",

@@ -183,7 +183,7 @@ def test_a_process_that_stands_still_or_is_killed_has_a_name(tmp_path):
         assert other.lines == []
         assert re.fullmatch(
             r"ppctl: process 0: lost contact with another process while \w+ .*step \d+ \(.*\); "
-            r"process 1 gave no sign of life any more\.\n",
+            r"process 1 stopped responding\.\n",
             lead.lines[-1],
         )
     told = [json.loads(line) for line in events.read_text().splitlines()]
@@ -230,7 +230,7 @@ def test_a_process_that_finds_no_other_says_where_it_looked(tmp_path):
         assert lead.end() == 2
     [line] = lead.lines
     assert re.match(
-        r"ppctl: run.distributed: process 0 waited 2 s by run.coordinator=127.0.0.1:\d+,", line
+        r"ppctl: run.distributed: process 0 waited 2 s with run.coordinator=127.0.0.1:\d+,", line
     )
 
 
@@ -243,29 +243,29 @@ SOME_OF_SLURM = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}
         (
             SOME_OF_SLURM,
             None,
-            "cannot join by the cluster's variables: SLURM_STEP_NODELIST and SLURM_LOCALID, which "
-            "srun sets, are missing. Use run.distributed=explicit with",
+            "cannot join with the cluster's variables: SLURM_STEP_NODELIST and SLURM_LOCALID, "
+            "which srun sets, are missing. Use run.distributed=explicit with",
         ),
         (
             SOME_OF_SLURM | {"SLURM_NTASKS": "2(x2)"},
             None,
-            "cannot join by the cluster's variables: SLURM_NTASKS='2(x2)', which srun sets, is no "
-            "number. Use run.distributed=explicit with",
+            "cannot join with the cluster's variables: SLURM_NTASKS='2(x2)', which srun sets, is "
+            "not a number. Use run.distributed=explicit with",
         ),
         (
             {},
             None,
-            "cannot join by the cluster's variables: coordinator_address should be defined.",
+            "cannot join with the cluster's variables: coordinator_address should be defined.",
         ),
         (
             {"http_proxy": "http://proxy:3128"},
             "10.0.0.1:80",
-            "not all 2 processes came (http_proxy is set: add 10.0.0.1 to no_proxy). Start every",
+            "not all 2 processes joined (http_proxy is set: add 10.0.0.1 to no_proxy). Start every",
         ),
         (
             {"http_proxy": "http://proxy:3128", "no_proxy": "node2, 10.0.0.1"},
             "10.0.0.1:80",
-            "not all 2 processes came. Start every process",
+            "not all 2 processes joined. Start every process",
         ),
     ],
     ids=["some of Slurm's", "no number", "no cluster", "proxy", "no proxy"],
@@ -330,7 +330,7 @@ REFUSED = (
     ),
     (
         "run.process_id=1",
-        "run.process_id=1 is of a run of several processes, but run.distributed=off.",
+        "run.process_id=1 needs a run of several processes, but run.distributed=off.",
     ),
     ("run.distributed=auto run.coordinator=here", "run.coordinator=here is not HOST:PORT"),
     (
@@ -377,10 +377,10 @@ F1121 17:04:08.460899   10136 client.h:80] Terminating process because. absl::St
 @pytest.mark.parametrize(
     ("printed", "expected"),
     [
-        (OTHER_GONE, "ppctl: process 1: lost contact; process 2 gave no sign of life any more.\n"),
+        (OTHER_GONE, "ppctl: process 1: lost contact; process 2 stopped responding.\n"),
         (
             f"{LOST}stuck in step 4\n{OTHER_GONE}",
-            "ppctl: process 1: stuck in step 4; process 2 gave no sign of life",
+            "ppctl: process 1: stuck in step 4; process 2 stopped responding",
         ),
         (
             FIRST_GONE,
@@ -433,7 +433,7 @@ def note(step, doing, since, at=100.0):
             [note(0, "start", 40), note(0, "compile", 9)],
             "process 1 is slow: compiling for 91 s; 1 of 2 processes wait.",
         ),
-        ([note(0, "start", 40), None], "process 1 is slow: nothing yet; 1 of 2 processes wait."),
+        ([note(0, "start", 40), None], "process 1 is slow: no heartbeat; 1 of 2 processes wait."),
     ],
 )
 def test_who_is_behind_is_named(notes, line):
@@ -466,7 +466,7 @@ def test_a_heartbeat_reports_at_growing_intervals_and_leaves_no_file(tmp_path):
     time.sleep(2)
     assert 2 <= len(lines) <= 4, lines
     assert events == [("stalled", line) for line in lines]
-    assert all(line.startswith("process 1 is slow: nothing yet") for line in lines)
+    assert all(line.startswith("process 1 is slow: no heartbeat") for line in lines)
     heartbeat.note("run", 4)
     assert heartbeat.text == "running step 4"
     heartbeat.stop()

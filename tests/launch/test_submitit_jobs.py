@@ -159,7 +159,7 @@ def test_jobs_go_on_without_the_sweep_which_finds_them_again(commands_of_slurm, 
     outcomes, stop, text = told(sweep_of(1))
     assert ([each.status for each in outcomes], stop) == (["running"], signal.SIGTERM)
     assert (
-        "SIGTERM: submitted jobs go on; the same line waits for them again, this ends them: "
+        "SIGTERM: submitted jobs continue; repeat the command to await them, or cancel them: "
         "scancel 7\n" in text
     )
     threading.Timer(1.0, Path("go").touch).start()
@@ -302,7 +302,7 @@ def test_slurm_runs_an_array_whose_jobs_go_on_without_the_sweep(slurm, monkeypat
     assert stop == signal.SIGTERM
     assert outcomes[0].status in ("queued", "running")
     assert "job 0: run.seed=0: queued as Slurm job 1_0" in text
-    assert "this ends them: scancel 1_0" in text
+    assert "cancel them: scancel 1_0" in text
     threading.Timer(2.0, Path("go").touch).start()
     outcomes, _, text = told(sweep_of(2, settings))
     assert [each.status for each in outcomes] == ["finished", "failed"]

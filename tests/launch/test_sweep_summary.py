@@ -265,7 +265,7 @@ def test_jobs_that_shared_the_machine_are_said_to_be_slower():
     assert not any("side by side" in line for line in write_summary(TOP, results([job])))
     (job.run_dir / LOG).write_text("")
     said = write_summary(TOP, [ended(job, "finished earlier")])
-    note = "note: Jobs ran side by side, which slows each of them: no fastest is named"
+    note = "note: Jobs ran side by side, which slows each of them: the fastest is not named"
     assert said[0] == note  # before the best job and the summary
     assert "Jobs ran side by side" in Path("runs/s/sweep.html").read_text()
 

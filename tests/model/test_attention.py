@@ -289,7 +289,7 @@ def test_auto_takes_another_kernel_for_what_one_has_not():
         assert choose("auto", TPU, *sizes, scoring=scoring) == "pallas"
     assert choose("auto", H100, *sizes, scoring=Scoring(scale=0.1)) == "cudnn"
     with pytest.raises(
-        ConfigError, match=r"no windows and no caps of scores, and the model has window=64\. Use"
+        ConfigError, match=r"neither windows nor caps of scores, and the model has window=64\. Use"
     ):
         choose("cudnn", H100, *sizes, scoring=Scoring(window=64))
 
@@ -311,18 +311,11 @@ REFUSALS = [
         "float16",
         136,
         512,
-        "heads of a multiple of 8 and at most 128 wide, and they are 136 wide",
+        "a head width of at most 128 that is divisible by 8, not 136",
     ),
     ("pallas", H100, "float16", 128, 512, "is for TPUs, and the platform is gpu"),
     ("pallas", TPU, "float64", 128, 512, "at most 32 bits, and dtype=float64"),
-    (
-        "pallas",
-        TPU,
-        "float32",
-        128,
-        100,
-        "multiples of 128, and they are 128 wide and 100 tokens long",
-    ),
+    ("pallas", TPU, "float32", 128, 100, "divisible by 128, not heads 128 wide and 100 tokens"),
 ]
 
 

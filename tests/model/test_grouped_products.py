@@ -156,7 +156,9 @@ def test_auto_takes_the_kernel_of_the_device(device, dtype, kernel):
 def test_a_kernel_that_device_or_dtype_has_not_is_refused(device, dtype, message):
     with pytest.raises(ConfigError) as caught:
         choose("triton", device, jnp.dtype(dtype))
-    assert str(caught.value) == (f"kernel=triton: {message}. Use kernel=auto, which chooses one.")
+    assert str(caught.value) == (
+        f"kernel=triton: {message}. Use kernel=auto, which chooses a supported kernel."
+    )
 
 
 # --- Triton's kernels in a model ----------------------------------------------------------------
@@ -277,4 +279,6 @@ def test_a_kernel_that_the_cpu_has_not_is_refused_before_anything_is_compiled(ca
     assert cli.main(words.split()) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "model.moe.kernel=triton: Triton's kernels run on NVIDIA GPUs" in line
-    assert line.endswith("the platform is cpu. Use model.moe.kernel=auto, which chooses one.")
+    assert line.endswith(
+        "the platform is cpu. Use model.moe.kernel=auto, which chooses a supported kernel."
+    )

@@ -61,7 +61,7 @@ def test_merged_parameters_are_the_same_function(targets):
 
 def test_targets_that_a_block_does_not_have_are_refused():
     assert tuple(PROJECTIONS) == TARGETS
-    with pytest.raises(ConfigError, match="x in lora_targets is no linear map of a block"):
+    with pytest.raises(ConfigError, match="x in lora_targets is not a linear map of a block"):
         Lora(targets=("x",))
     with pytest.raises(
         ConfigError, match="gate in lora_targets: the model's MLP has no gate matrix"

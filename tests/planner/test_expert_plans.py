@@ -177,7 +177,7 @@ def test_a_plan_says_where_dispatch_takes_longer_than_products(capsys):
         ),
         ("mesh=1x1x1x2", "mesh.ep=2 divides experts, and the model has no expert"),
         ("costs.expert_imbalance=0.9", "costs.expert_imbalance=0.9 must be a finite number of at"),
-        ("costs.forward_s=2", "costs.forward_s=2: such costs are assumed by `ppctl schedule`"),
+        ("costs.forward_s=2", "costs.forward_s=2: only `ppctl schedule` reads these costs"),
     ],
 )
 def test_a_wrong_request_is_one_line(words, message, capsys):
@@ -187,7 +187,7 @@ def test_a_wrong_request_is_one_line(words, message, capsys):
 
 
 def test_a_drawing_knows_no_experts():
-    with pytest.raises(ConfigError, match="knows no model with experts"):
+    with pytest.raises(ConfigError, match="has no model with experts"):
         compose_drawing(["costs.expert_imbalance=2"])
 
 

@@ -286,7 +286,7 @@ def test_another_file_stays_and_nothing_is_searched(tmp_path, monkeypatch, capsy
     assert cli.main(["tune", *TUNE.split(), "tune.launch=slurm"]) == 2
     assert capsys.readouterr().err == (
         "ppctl: tune.recipe=tuned: recipes/tuned.sbatch was not written by `ppctl tune` and "
-        "stays. Use another name, or null.\n"
+        "is not overwritten. Use another name, or null.\n"
     )
     assert file.read_text() == "#!/bin/bash\n# mine\n"
     assert cli.main(["tune", *TUNE.split(), "tune.launch=tpu"]) == 2

@@ -139,7 +139,7 @@ def test_what_is_not_drawn_says_why(monkeypatch):
     job, (found, _, _) = assemble(SMALL), made("spmd")
     assert made("reference")[1] == "executor=reference has no pipeline to draw."
     unknown = picture_of(job, "no <peak> is known.")
-    assert unknown == "Not drawn, because the step time is not known: no <peak> is known."
+    assert unknown == "Not drawn, because the step time is unknown: no <peak> is known."
     assert "no &lt;peak&gt; is known." in shown(found, unknown)
     monkeypatch.setattr("ppctl.reports.charts.html_charts.MOST_TASKS", 10)
     large = picture_of(job, None)

@@ -102,7 +102,7 @@ def test_a_topology_is_predicted_for_without_its_compiler(name, devices, limit, 
 def test_a_topology_of_another_size_is_refused_without_its_compiler():
     for name, message in (
         ("v5e:4x4", "has 16 devices. Use a mesh of 16"),
-        ("h100:2x2x1", "write the number of hosts"),
+        ("h100:2x2x1", "names GPUs, but not as hosts x GPUs per host"),
     ):
         with pytest.raises(ConfigError, match=message):
             planned(request(plan=config.Plan(compile=False, topology=name)))
@@ -119,7 +119,7 @@ def test_a_topology_of_unknown_chips_has_memory_but_no_time():
     found = planned(request(plan=config.Plan(compile=False, topology="v9:2x2")))
     assert (found.devices, found.step_time_s, found.fits) == ("4 x v9", None, None)
     assert found.unknown is not None
-    assert "nothing is known of plan.topology=v9:2x2" in found.unknown
+    assert "no description of plan.topology=v9:2x2" in found.unknown
 
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")

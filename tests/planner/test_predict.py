@@ -95,7 +95,7 @@ def test_of_unknown_hardware_no_time_is_predicted_and_it_trains(train, monkeypat
         r"unknown hardware\)",
         first,
     )
-    assert last.endswith(" s a step, of which nothing was predicted")
+    assert last.endswith(" s a step measured, none predicted")
 
 
 def test_lines_for_people():
@@ -110,8 +110,8 @@ def test_lines_for_people():
         "hardware=host); 3.0 MiB a device predicted, 4.0 MiB compiled"
     )
     assert UNKNOWN.compared([0.25], 4 * 2**20) == (
-        "plan      3.0 MiB a device predicted, 4.0 MiB compiled; 0.25 s a step, of which nothing "
-        "was predicted"
+        "plan      3.0 MiB a device predicted, 4.0 MiB compiled; 0.25 s a step measured, none "
+        "predicted"
     )
 
 

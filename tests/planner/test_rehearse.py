@@ -312,7 +312,7 @@ def test_the_command_prints_writes_and_runs_ranks_that_are_alike_once(tmp_path, 
         ),
         (
             {"run": config.Run(distributed="env", num_processes=2)},
-            "run.distributed=env joins processes",
+            "run.distributed=env joins several processes",
         ),
     ],
 )

@@ -84,6 +84,6 @@ def test_a_whole_stage_is_left_as_it_is():
 def test_what_has_no_stand_in_is_refused():
     offsets = jnp.zeros(2, jnp.int32)
     to_all = lambda x: jax.lax.ragged_all_to_all(x, x, *[offsets] * 4, axis_name="tp")
-    message = r"nothing stands in for what others send by ragged_all_to_all. Use `ppctl plan`"
+    message = r"has no stand-in for values received by ragged_all_to_all. Use `ppctl plan`"
     with pytest.raises(ConfigError, match=message):
         alone(to_all, AXES)(X)

@@ -111,5 +111,5 @@ def test_data_that_are_no_text_have_no_tokens(capsys):
         == 2
     )
     assert capsys.readouterr().err == (
-        "ppctl: plan.tokens=5e+09 counts tokens of text, but the data are no text. Leave it out.\n"
+        "ppctl: plan.tokens=5e+09 counts tokens of text, but the data are not text. Leave it out.\n"
     )

@@ -169,7 +169,7 @@ def test_where_none_fits_it_says_what_each_needs_at_least(tuned, tmp_path):
     code, out, _ = tuned(*small[:1], *small[2:])
     assert code == 1
     assert out.splitlines()[-1] == (
-        f"none fits: each needs {size_text(need)} a device or more. Use more devices "
+        f"no layout fits: each needs {size_text(need)} a device or more. Use more devices "
         "(tune.devices), or a smaller model."
     )
     assert tuned("mesh=2x2", f"plan.memory_gib={(need - 1) / 2**30}")[0] == 1
@@ -232,10 +232,10 @@ REFUSED = {
     "mesh=1x1 executor=reference": "executor=reference has one layout, on one device. Use executor=spmd or",
     "tune.schedules=[1f1b,gpip]": "executor=spmd cannot run schedule gpip, only gpipe, 1f1b, ",
     "tune.measure=2 hardware=h100": r"tune.measure=2 runs steps on the devices of this machine \(cpu\), but",
-    "run.memory_fraction=0.9": "run.memory_fraction=0.9 is of GPUs, but the devices are cpu. Leave it out",
-    "run.memory_fraction=0.9 hardware=v5e": "run.memory_fraction=0.9 is of GPUs, but the devices are hardware=v5e",
+    "run.memory_fraction=0.9": "run.memory_fraction=0.9 is for GPUs, but the devices are cpu. Leave it out",
+    "run.memory_fraction=0.9 hardware=v5e": "run.memory_fraction=0.9 is for GPUs, but the devices are hardware=v5e",
     "plan.tokens=0.5": "plan.tokens=0.5 must lie in",
-    "plan.tokens=1e9": "plan.tokens=1e.09 counts tokens of text, but the data are no text. Leave it out",
+    "plan.tokens=1e9": "plan.tokens=1e.09 counts tokens of text, but the data are not text. Leave it out",
     "tune.remat=[some]": "tune.remat=some is not one of none, layer, full",
     "tune.recipe=a/b": "tune.recipe=a/b is not a name. Use letters, digits, _ and -",
     "tune.devices=0": "tune.devices=0 must be",
@@ -246,7 +246,7 @@ REFUSED = {
     "tune.tp=[1,3]": r"tune.tp: 3 does not divide \d devices. Use some of 1, 2",
     "tune.cp=[]": r"tune.cp=\[\] leaves nothing to choose from",
     "tune.tp=[0]": "tune.tp=0 must be",
-    "tune.tp=[1,2]": "mesh.tp=2: this divides the stages of models that say how",
+    "tune.tp=[1,2]": "mesh.tp=2 divides stages, but this model does not define how",
     "tune.tp=[16] tune.devices=64 hardware=h100": "tune.tp: 16 would go over several hosts of 8 devices",
     "plan.compile=true": "plan.compile=true: applies to `ppctl plan` only",
     "hardware=h100 run.dtype=float64": "hardware=h100 states no peak for float64",

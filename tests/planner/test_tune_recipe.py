@@ -140,8 +140,8 @@ def test_a_recipe_is_written_again_but_no_other_file(tuned, tmp_path):
     code, out, err = tuned("mesh=1x2")
     assert (code, out, file.read_text()) == (2, "", before)
     assert err == (
-        "ppctl: tune.recipe=tuned: recipes/tuned.yaml was not written by `ppctl tune` and stays. "
-        "Use another name, or null.\n"
+        "ppctl: tune.recipe=tuned: recipes/tuned.yaml was not written by `ppctl tune` and is not "
+        "overwritten. Use another name, or null.\n"
     )
 
 
@@ -152,8 +152,8 @@ def test_where_no_recipe_can_be_written_nothing_is_searched(tuned, tmp_path, mon
     (tmp_path / "recipes/other.yaml").mkdir(parents=True)
     (tmp_path / "recipes/bytes.yaml").write_bytes(b"\xff\xfe")
     for name, why in (
-        ("other", " cannot be written: it is a directory. Name a file in a directory"),
-        ("bytes", ": recipes/bytes.yaml was not written by `ppctl tune` and stays."),
+        ("other", " cannot be written: it is a directory. Name a file in an existing"),
+        ("bytes", ": recipes/bytes.yaml was not written by `ppctl tune` and is not overwritten."),
     ):
         code, _, err = tuned("mesh=1x2", f"tune.recipe={name}")
         assert (code, err.count("\n")) == (2, 1)

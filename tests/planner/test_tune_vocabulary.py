@@ -61,10 +61,10 @@ def test_a_recipe_says_where_the_vocabulary_is_divided(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("tune.vocab=[parallel]", r"this model does not \(DividedStack.parts\)"),
+        ("tune.vocab=[parallel]", r"this model has no functions for it \(DividedStack.parts\)"),
         (
             "schedule.vocab=parallel",
-            r"`ppctl tune` chooses schedules. .* alone with tune.vocab=\[parallel\]",
+            r"`ppctl tune` chooses schedules. .* use tune.vocab=\[parallel\]",
         ),
         ("tune.vocab=[halved]", r"tune.vocab=halved is not one of whole, parallel"),
         ("tune.vocab=[]", r"tune.vocab=\[\] leaves nothing to choose from"),

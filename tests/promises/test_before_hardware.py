@@ -37,7 +37,7 @@ def test_there_are_14_schedules_next_to_their_lower_bounds(capsys):
 
 
 def test_a_search_keeps_to_a_memory_cap(capsys):
-    """**14 schedules** from GPipe to zero bubble, your own from a CSV file, and a search under a
+    """**14 schedules** from GPipe to zero bubble, custom ones from a CSV file, and a search under a
     memory cap.
     """
     words = f"mesh=1x4 schedule.num_microbatches=8 {UNITS}".split()
@@ -76,8 +76,8 @@ def test_a_run_takes_what_its_plan_says(layout, tmp_path, capsys):
 
 
 def test_the_fastest_layout_for_64_gpus_is_found_without_them(capsys, tmp_path, monkeypatch):
-    """**Before you pay for hardware**: step time, memory and the fastest layout for 64 GPUs that
-    are not here.
+    """**Before you pay for hardware**: step time, memory and the fastest layout for 64 GPUs,
+    from a laptop.
     """
     monkeypatch.chdir(tmp_path)
     words = ["hardware=h100", "tune.devices=64", "data.batch_size=512"]
@@ -110,7 +110,7 @@ def test_a_recipe_that_tune_wrote_trains(capsys, tmp_path, monkeypatch):
 
 
 def test_ranks_are_rehearsed_one_by_one_on_one_device(capsys):
-    """the same from the ranks' own tasks, run one by one on one device"""
+    """the same, from timing each rank's tasks on one device"""
     words = ["rehearse", *MODEL, "mesh=1x2", "schedule=1f1b", "executor.remat=layer"]
     found = printed(capsys, *words)
     assert [rank["rank"] for rank in found["ranks"]] == [0, 1]

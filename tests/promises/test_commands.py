@@ -29,7 +29,7 @@ print(codes, [name for name in ("jax", "flax") if name in sys.modules])
 
 
 def test_what_cannot_work_is_refused_in_one_line_and_a_list_of_schedules_starts_no_jax():
-    """What cannot work is refused in one line with the remedy, before JAX starts:"""
+    """An impossible request is refused in one line with the remedy, before JAX starts:"""
     lines = ["train schedule.num_microbatches=6 data.batch_size=36", "schedule list mesh=1x8"]
     command = [sys.executable, "-c", WITHOUT_JAX.format(lines=lines)]
     done = subprocess.run(command, env=BY_USER | PATHS, capture_output=True, text=True, check=True)
@@ -72,7 +72,7 @@ def test_a_sweep_has_a_directory_for_each_job_and_one_page(sweep):
 
 
 def test_runs_are_listed_with_their_ends_and_reported_in_a_page(sweep, monkeypatch, capsys):
-    """what ran, how it ended, and a page of it to send to others"""
+    """all runs and how they ended; one HTML page of a run to send to others"""
     monkeypatch.chdir(sweep)
     assert cli.main(["runs", "--json"]) == 0
     runs = json.loads(capsys.readouterr().out)["runs"]
@@ -124,7 +124,7 @@ LANGUAGE = [
 
 
 def test_a_trained_model_writes_text_and_has_a_perplexity(tmp_path, monkeypatch, capsys):
-    """text that a trained or imported model writes; perplexity, bits per byte"""
+    """text from a trained or imported model; perplexity, bits per byte"""
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("the cat sat on the mat, and the dog sat on the log.\n" * 60)
     assert cli.main(["train", *LANGUAGE]) == 0
@@ -146,7 +146,7 @@ def test_a_trained_model_writes_text_and_has_a_perplexity(tmp_path, monkeypatch,
 
 
 def test_inspect_shows_ticks_collectives_and_hlo(capsys):
-    """what each rank runs in every tick, collectives, HLO"""
+    """the tasks of each rank in every tick, collectives, HLO"""
     words = [*MODEL, "mesh=1x2", "schedule=1f1b", "executor.remat=layer", "--json"]
     assert cli.main(["inspect", *words]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -47,7 +47,7 @@ def test_one_two_and_four_processes_train_the_same(chain, reference_losses):
 
 
 def test_a_run_goes_on_with_another_mesh_schedule_partition_and_executor(chain):
-    """the same command goes on from the last whole checkpoint, on another mesh if you like."""
+    """the same command resumes from the last complete checkpoint, on another mesh if you like."""
     run_dir, outputs = chain
     assert [record["step"] for record in records(run_dir)] == list(range(1, EVERY * len(CHAIN) + 1))
     started = [
@@ -96,7 +96,7 @@ def killed(run_dir):
 
 
 def test_kill_9_loses_nothing_older_than_the_last_checkpoint(tmp_path, capsys):
-    """**`kill -9` at any moment**: the same command goes on from the last whole checkpoint, on
+    """**`kill -9` at any moment**: the same command resumes from the last complete checkpoint, on
     another mesh
     """
     run_dir, whole_dir, elsewhere_dir = (tmp_path / name for name in ("run", "whole", "elsewhere"))

@@ -43,7 +43,7 @@ def test_stages_divided_over_tp_and_cp_train_the_same_model(capsys):
 
 
 def test_a_schedule_from_a_csv_file_trains_the_same_model(tmp_path, reference_losses):
-    """your own from a CSV file"""
+    """custom ones from a CSV file"""
     file = tmp_path / "mine.csv"
     assert (
         cli.main(

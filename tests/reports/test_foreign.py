@@ -56,7 +56,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path, file, capsys)
     os.mkfifo(run / file)
     assert cli.main(["runs", str(tmp_path / "runs")]) == 0
     assert cli.main(["report", str(run), "--out", str(tmp_path / "page.html")]) in (0, 2)
-    with pytest.raises(OSError, match="No plain file"):
+    with pytest.raises(OSError, match="Not a plain file"):
         open_file(run / file)
 
 
@@ -175,7 +175,7 @@ def test_a_schedule_that_a_config_only_names_is_not_read_from_a_pipe(tmp_path, c
     run = run_of(
         tmp_path / "runs/a", schedule=config.Csv(num_microbatches=4, path=str(tmp_path / "pipe"))
     )
-    assert "pipe cannot be read: No plain file" in shown(tmp_path, run, capsys)
+    assert "pipe cannot be read: Not a plain file" in shown(tmp_path, run, capsys)
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_a_file_without_rights_that_no_command_expects_is_no_bug(capsys, monkeyp
     monkeypatch.setattr("ppctl.reports.runs_table.names_of", refuse)
     assert cli.main(["runs", "--json"]) == 2
     out, err = capsys.readouterr()
-    assert err.startswith("ppctl: some/file: Permission denied. Change its rights")
+    assert err.startswith("ppctl: some/file: Permission denied. Change its permissions")
     assert json.loads(out)["error"]["kind"] == "config"
 
 

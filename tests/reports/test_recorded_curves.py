@@ -71,7 +71,7 @@ def test_of_a_step_that_is_there_twice_the_last_line_counts(tmp_path, count):
     assert loss.median == statistics.median(values[count // 2 :])
     assert loss.points[0] == (1, values[count // 2])
     assert len(problems) == 1
-    assert "there twice" in problems[0]
+    assert "repeated" in problems[0]
 
 
 # --- numbers of layers --------------------------------------------------------------------------

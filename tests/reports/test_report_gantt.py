@@ -224,7 +224,7 @@ CSV = "rank,task,start_s,end_s\n"
 GOOD = "0,0F0,0,1\n0,0B0,4,5\n1,1F0,1,2\n1,1B0,2,4\n"
 DAMAGED = {
     "": "the text has no tasks",
-    "x\n1\n": "a line has not rank",
+    "x\n1\n": "a line lacks rank",
     CSV + GOOD.replace("4,5", "4,nan"): "is no range",
     CSV + GOOD.replace("4,5", "4,-5"): "is no range",
     CSV + GOOD.replace("0,1", "0,4.5"): "0B0 begins before the task before it",
@@ -292,9 +292,13 @@ def test_a_profile_of_something_else_is_told_and_the_prediction_drawn(run_dir, c
         (
             {"name": "gpipe", "num_microbatches": 4, "x": 1},
             {"name": "mpmd"},
-            "not such as there are now",
+            "ppctl cannot read the settings of the run",
         ),
-        ({"name": "mine", "num_microbatches": 4}, {"name": "mpmd"}, "not such as there are now"),
+        (
+            {"name": "mine", "num_microbatches": 4},
+            {"name": "mpmd"},
+            "ppctl cannot read the settings of the run",
+        ),
         (
             {"name": "interleaved", "num_microbatches": 3},
             {"name": "mpmd"},
@@ -306,7 +310,11 @@ def test_a_profile_of_something_else_is_told_and_the_prediction_drawn(run_dir, c
             {"name": "reference"},
             "executor=reference has no pipeline",
         ),
-        ({"name": "gpipe", "num_microbatches": 4}, None, "not such as there are now"),
+        (
+            {"name": "gpipe", "num_microbatches": 4},
+            None,
+            "ppctl cannot read the settings of the run",
+        ),
     ],
 )
 def test_a_schedule_that_cannot_be_drawn_is_told(run_dir, capsys, schedule, executor, told):

@@ -231,10 +231,10 @@ ENDS_ONLY = (
 WRONG = [  # for 8 layers on 4 stages
     (
         [2, 2, 2, 3],
-        r"\[2, 2, 2, 3\] ends with stage 3 at 2\+2\+2\+3 = 9 layers, but num_layers=8. Use "
+        r"\[2, 2, 2, 3\] has 2\+2\+2\+3 = 9 layers in stages 0 to 3, but num_layers=8. Use "
         r".*=9, or",
     ),
-    ([2, 2, 2, 1], r"= 7 layers, but num_layers=8"),
+    ([2, 2, 2, 1], r"= 7 layers in stages 0 to 3, but num_layers=8"),
     (
         [4, 4],
         r"\[4, 4\] is for 2 stages, but pp\*num_chunks = 4. Give a number .* pp or "
@@ -256,10 +256,10 @@ WRONG = [  # for 8 layers on 4 stages
     ("Et|t*5|t|LtL", "stage 3 is 'LtL'"),
     (
         "Et*4|t|t|tmL",
-        "stage 3 is 'tmL', .* and t .a layer. is all else that our models have. Write it ttL|tL",
+        "stage 3 is 'tmL', .* and all other letters must be t .a layer.. Write it ttL|tL",
     ),
     ("Et|t*5|t", r"is for 3 stages, but pp\*num_chunks = 4. .*one part between |"),
-    ("Et|t*4|t|tL", r"ends with stage 3 at 1\+4\+1\+1 = 7 layers"),
+    ("Et|t*4|t|tL", r"has 1\+4\+1\+1 = 7 layers in stages 0 to 3"),
     ("", "is for 1 stages"),
     ("Et|d*5|t|tL", r"cannot be read from 'd\*5|t|tL' on. Write E, t and L .* or a list"),
     ("Et|(t*5|t|tL", "cannot be read from .*"),

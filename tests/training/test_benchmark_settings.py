@@ -78,7 +78,7 @@ def test_options_of_the_compiler_are_printed_and_recorded(train, tmp_path, monke
         ("executor.xla_flags=fast", "executor.xla_flags=fast is not one of auto, traced, none"),
         (
             "run.memory_fraction=0.9",
-            "run.memory_fraction=0.9 is of GPUs, but the devices are cpu. Leave it out.",
+            "run.memory_fraction=0.9 is for GPUs, but the devices are cpu. Leave it out.",
         ),
         ("run.memory_fraction=1.5", "run.memory_fraction=1.5 must lie in [0, 1]"),
         ("mesh.order=pp-dp", "mesh.order=pp-dp is not one of auto, dp-pp-fsdp"),

@@ -133,8 +133,8 @@ def test_a_step_that_is_not_newer_than_what_is_there_is_refused(tmp_path, step):
             checkpoints.save(step, state(), {})
     held = "steps 1, 2" if step == 1 else "step 2"
     assert message(error) == (
-        f"Step {step} cannot be saved: {tmp_path} holds {held}, not older, of another run. "
-        "Use another run.dir, or move them away."
+        f"Step {step} cannot be saved: {tmp_path} already holds {held} of another run. "
+        "Use another run.dir, or move these checkpoints away."
     )
     assert saved(tmp_path, steps=()).meta(2)["step"] == 2
 

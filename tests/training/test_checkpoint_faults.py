@@ -23,7 +23,7 @@ def test_a_missing_checkpoint_is_named_with_those_there(tmp_path):
         Checkpoints(tmp_path, keep=None).restore(5, abstract(state()))
     assert message(error) == (
         f"No checkpoint of step 5 in {tmp_path}: it holds none. Use another run.dir, "
-        "or run.resume=auto to take what is there."
+        "or run.resume=auto to take the newest one, if any."
     )
     with pytest.raises(CheckpointError) as error:
         saved(tmp_path, steps=(1, 2)).meta(5)

@@ -262,7 +262,7 @@ def test_a_run_without_a_good_checkpoint_is_refused_until_it_is_told_to_start_an
         assert out.count("is now") == (0 if again else 3)
         assert err == (
             f"ppctl: There is no good checkpoint in {run_dir}/checkpoints, only 2.damaged, "
-            "4.damaged, 6.damaged. Use run.resume=never to start anew beside them, or another "
+            "4.damaged, 6.damaged. Use run.resume=never to start anew next to them, or another "
             "run.dir.\n"
         )
     code, out, _ = train("run.resume=never")

@@ -98,8 +98,7 @@ def test_losses_are_means_over_all_targets(executor, schedule, axes, how):
     before = jax.device_get(pipe.to_natural(state)["params"])
     assert float(pipe.loss(state, empty)) == 0
     with pytest.raises(
-        DataError,
-        match="data=prompts: nothing is to be predicted in the 1 batches of an evaluation",
+        DataError, match="data=prompts has no targets in the 1 batches of an evaluation"
     ):
         evaluate(pipe.engine, held_out(2, 1), 1, state)
     loss, grads = pipe.loss_and_grads(state, empty)

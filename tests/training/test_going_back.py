@@ -29,7 +29,7 @@ def test_a_run_goes_back_once_and_keeps_what_was_later(train, copy, six_steps):
     code, out, _ = train(*again)
     assert code == 0
     kept = "6.after-2, 4.after-2"
-    assert f"going back to step 2; what was later is kept: {kept}" in out
+    assert f"going back to step 2; later checkpoints are kept as {kept}" in out
     assert "resuming after step 2" in out
     assert aside(run_dir) == ["4.after-2", "6.after-2", "metrics.after-2.jsonl"]
     # 2. what was later is as it was, what is new goes on from step 2
@@ -62,7 +62,9 @@ def test_a_repeated_command_does_not_go_back_again(train, copy):
     assert train("run.resume=2", "run.checkpoint.every=1", "run.num_steps=4")[0] == 0
     code, out, _ = train("run.resume=2", "run.checkpoint.every=1", "run.num_steps=5")
     assert code == 0
-    assert "run.resume=2: gone back before, and going on from there. To go back again, move" in out
+    assert (
+        "run.resume=2: an earlier start went back, and this one goes on from it. To go back" in out
+    )
     assert "resuming after step 4" in out
     assert "4.after-2" in aside(run_dir)
 
@@ -85,7 +87,7 @@ def test_one_that_was_killed_while_it_went_back_goes_back_whole(copy):
         ("run.resume=3", "no checkpoint of this step in"),
         ("run.resume=6", "run.resume=6 goes back to a step that is not before run.num_steps=6"),
         ("run.resume=often", "is not one of auto, must, never, STEP"),
-        ("run.checkpoint.keep_every=5", "run.checkpoint.keep_every=5 is no multiple of"),
+        ("run.checkpoint.keep_every=5", "run.checkpoint.keep_every=5 is not a multiple of"),
     ],
 )
 def test_steps_to_which_no_run_goes_back_are_refused(train, copy, word, message):
@@ -123,9 +125,9 @@ def test_prune_leaves_the_newest_and_those_kept_for_good(train, tmp_path, capsys
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "needs one run and the number of checkpoints that stay"),
+        ((), "needs one run and the number of checkpoints to keep"),
         (("--keep", "0"), "--keep 0 leaves no checkpoint"),
-        (("--keep", "1"), "asks first, and there is no terminal to ask on. Add --yes"),
+        (("--keep", "1"), "asks first, but it has no terminal. Add --yes"),
     ],
 )
 def test_prune_removes_nothing_unasked(copy, capsys, words, message):

@@ -65,7 +65,7 @@ def test_it_is_of_gpus_that_are_here_or_of_described_ones_where_nothing_trains(
         return
     with pytest.raises(
         ConfigError,
-        match=f"^run.memory_fraction=0.9 is of GPUs, but the devices are {devices}. Leave",
+        match=f"^run.memory_fraction=0.9 is for GPUs, but the devices are {devices}. Leave",
     ):
         check_memory_fraction(0.9, device, there)
 

@@ -292,7 +292,7 @@ def test_a_plan_needs_neither_data_nor_devices():
         (
             {"partition": Explicit(layers=[2, 3])},
             ConfigError,
-            r"partition.layers=\[2, 3\] ends with stage 1 at 2\+3 = 5 layers, but "
+            r"partition.layers=\[2, 3\] has 2\+3 = 5 layers in stages 0 to 1, but "
             r"model.num_layers=4",
         ),
         (
@@ -373,10 +373,10 @@ def test_a_backward_without_halves_is_refused_with_its_stage_before_anything_is_
     with pytest.raises(ConfigError) as error:
         assemble(split)
     assert str(error.value).startswith(
-        f"{which}: the backward of a layer has no I and W: cond, with results "
+        f"{which}: the backward of a layer cannot be split: cond, with results "
     )
     assert str(error.value).endswith(
-        "use a schedule of whole backwards, such as schedule=interleaved."
+        "use a schedule of unsplit backwards, such as schedule=interleaved."
     )
     assert "\n" not in str(error.value)
     assemble(replace(split, schedule=Schedule(num_microbatches=2)))  # whole backwards run

@@ -110,7 +110,7 @@ def test_an_unknown_device_has_no_peak_and_no_description(kind):
     assert of_device(kind) is None
     assert mfu_peak_flops(AutoHardware(), kind, "float32") is None
     with pytest.raises(
-        ConfigError, match=f"hardware=auto: nothing is known of {kind}. Use hardware=NAME .a100, "
+        ConfigError, match=f"hardware=auto: no description of {kind}. Use hardware=NAME .a100, "
     ):
         resolved(AutoHardware(), kind)
 
@@ -141,14 +141,14 @@ def test_hardware_is_as_asked_or_that_of_the_topology_or_of_the_devices():
         (
             known()["h100"],
             "v5e:4x4",
-            "hardware=h100 is not what plan.topology=v5e:4x4 names. Use hardware=auto",
+            "hardware=h100 is not that of plan.topology=v5e:4x4. Use hardware=auto",
         ),
-        (known()["v6e"], "v5p:2x2x2", "hardware=v6e is not what plan.topology=v5p:2x2x2 names"),
-        (known()["v6e"], "v9:2x2", "hardware=v6e is not what plan.topology=v9:2x2 names"),
+        (known()["v6e"], "v5p:2x2x2", "hardware=v6e is not that of plan.topology=v5p:2x2x2"),
+        (known()["v6e"], "v9:2x2", "hardware=v6e is not that of plan.topology=v9:2x2"),
         (
             AutoHardware(),
             "v9:2x2",
-            r"hardware=auto: nothing is known of plan.topology=v9:2x2. Use hardware=NAME \(a100",
+            r"hardware=auto: no description of plan.topology=v9:2x2. Use hardware=NAME \(a100",
         ),
     ],
 )

@@ -97,7 +97,7 @@ def test_a_task_without_a_program_takes_no_time_and_means_are_those_of_a_stage()
     [
         (
             ("executor=spmd",),
-            "run.timeline=true measures tasks that are programs of their own, but executor=spmd is",
+            "run.timeline=true measures tasks that are separate programs, but executor=spmd is",
         ),
         (
             ("executor=mpmd", "executor.fuse=fb"),

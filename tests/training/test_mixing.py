@@ -92,9 +92,8 @@ def test_a_model_that_mixes_examples_is_refused(name, number):
     batch = {key: a[:number] for key, a in ROWS.items()}
     expected = (
         f"^mine mixes the examples of a batch: the mean loss of {number} examples is [-.0-9e]+, "
-        "of the same in "
-        r"two microbatches and another order [-.0-9e]+, so .* or use mixes_examples=True of the Network or StackOptions if "
-        r"this is meant\.$"
+        r"but [-.0-9e]+ in two microbatches and another order, so .* or use mixes_examples=True of "
+        r"the Network or StackOptions if mixing is intended\.$"
     )
     with pytest.raises(ConfigError, match=expected):
         refuse_mixing("mine", MIXING[name], batch, jnp.dtype("float64"))
@@ -125,7 +124,7 @@ def test_a_loss_that_is_not_finite_is_no_verdict():
         few_examples(ROWS, ROWS),
         jnp.dtype("float64"),
     )
-    assert found == "mine was not tried for mixing examples: the loss of a few is nan."
+    assert found == "mine was not checked for mixing examples: their loss is nan."
 
 
 def test_an_error_of_the_models_own_is_one_line():
@@ -199,7 +198,7 @@ def test_what_is_meant_to_mix_is_not_tried(monkeypatch):
 
 def test_large_models_are_not_tried_and_that_is_said(monkeypatch):
     monkeypatch.setattr(pipeline, "MOST_BYTES", 100)
-    text = "The model was not tried for mixing .* take 864 B, more than the 100 B of one device"
+    text = "The model was not checked for mixing .* take 864 B, more than the 100 B allowed"
     with pytest.warns(UserWarning, match=text):
         pipe_of(stack()).init()
 
@@ -279,6 +278,6 @@ def test_a_model_too_large_to_try_trains_with_a_note(here, monkeypatch, capsys):
     ]
     for command in ("train", "verify", "doctor"):
         assert cli.main([command, *asked]) in (0, 1)  # doctor may find a machine too slow
-        assert "model.target=mixing_net.model was not tried for mixing the examples" in " ".join(
+        assert "model.target=mixing_net.model was not checked for mixing the examples" in " ".join(
             capsys.readouterr().out.split()
         )

@@ -125,8 +125,14 @@ def test_runs_of_few_steps_reach_the_peak(shape, num_steps):
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        ({"lr_schedule": "constant", "min_lr_fraction": 0.5}, "optim.min_lr_fraction=0.5, which"),
-        ({"decay_fraction": 0.5}, "optim.decay_fraction=0.5, which optim.lr_schedule=cosine"),
+        (
+            {"lr_schedule": "constant", "min_lr_fraction": 0.5},
+            "optim.min_lr_fraction=0.5 has no effect",
+        ),
+        (
+            {"decay_fraction": 0.5},
+            "optim.decay_fraction=0.5 has no effect: optim.lr_schedule=cosine",
+        ),
         ({"lr_schedule": "steps"}, "is not one of cosine, linear, constant, wsd"),
     ],
 )

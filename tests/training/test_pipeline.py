@@ -249,16 +249,16 @@ def test_a_schedule_of_a_file_is_that_which_was_written(tmp_path):
     [
         (
             lambda: ppctl.spmd(remt="layer"),
-            "remt=layer is no option of executor=spmd. Did you mean remat?",
+            "remt=layer is not an option of executor=spmd. Did you mean remat?",
         ),
         (
             lambda: ppctl.reference(gather="step"),
-            "gather=step is no option of executor=reference. It has remat, xla_flags.",
+            "gather=step is not an option of executor=reference. It has remat, xla_flags.",
         ),
         (lambda: ppctl.spmd(remat="some"), "remat=some is not one of none, layer, full."),
         (
             lambda: ppctl.spmd(unroll="all"),
-            "unroll='all' is of another type than the default, unroll=16.",
+            "unroll='all' has another type than the default, unroll=16.",
         ),
         (lambda: ppctl.family("pipe"), "schedule=pipe is not one of gpipe, .*"),
         (
@@ -307,14 +307,17 @@ def of(num_ranks):
             {"schedule": of(2), "num_microbatches": 8},
             "num_microbatches=8, but the schedule has 4. Leave it out.",
         ),
-        ({"schedule": of(2), "num_chunks": 2}, "num_chunks: knobs of a named schedule, .*"),
+        ({"schedule": of(2), "num_chunks": 2}, "num_chunks: settings of a schedule family, .*"),
         ({"executor": "xla"}, "executor=xla is not one of spmd, mpmd, reference, or a value .*"),
         (
             {"executor": ppctl.spmd(), "remat": "layer"},
             r"remat=layer is an option of the executor. Use executor=ppctl.spmd\(remat='layer'\).",
         ),
-        ({"remt": "layer"}, "remt=layer is no option of executor=spmd .* Did you mean remat.*"),
-        ({"schedule": 1}, r"schedule=1 is no schedule. Use the name of a family, ppctl.family\(.*"),
+        ({"remt": "layer"}, "remt=layer is not an option of executor=spmd .* Did you mean remat.*"),
+        (
+            {"schedule": 1},
+            r"schedule=1 is not a schedule. Use the name of a family, ppctl.family\(.*",
+        ),
         (
             {"schedule": ppctl.family("interleaved"), "num_microbatches": 4, "num_chunks": 2},
             r"num_chunks=2 is a setting of the schedule. Use schedule=ppctl.family\(.*num_chunks=2.*",
@@ -330,7 +333,7 @@ def of(num_ranks):
         ),
         (
             {"partition": [1, 2]},
-            r"partition=\[1, 2\] ends with stage 1 at 1\+2 = 3 layers, but num_layers=4. .*",
+            r"partition=\[1, 2\] has 1\+2 = 3 layers in stages 0 to 1, but num_layers=4. .*",
         ),
         (
             {"partition": "even"},
@@ -368,13 +371,14 @@ def test_the_layers_of_a_network_are_those_of_its_marks_or_as_many_as_requested(
         make("network", layers=9)
     with pytest.raises(ppctl.PpctlError, match=r"^layers=0 is not a whole number from 1"):
         make("network", layers=0)
-    with pytest.raises(ppctl.PpctlError, match=r"^layers=2 cuts a Network, and this Stack has 4"):
+    with pytest.raises(ppctl.PpctlError, match=r"^layers=2 cuts a Network, but this Stack has 4"):
         make("mlp", layers=2)
 
 
 def test_built_in_models_refuse_sizes_that_do_not_fit():
     with pytest.raises(
-        ppctl.PpctlError, match=r"width is no size of this model\. It has num_layers, d_model, .*"
+        ppctl.PpctlError,
+        match=r"width is not a size of this model\. It has num_layers, d_model, .*",
     ):
         ppctl.transformer(vocab_size=8, width=4)
     with pytest.raises(
@@ -387,11 +391,11 @@ def test_built_in_models_refuse_sizes_that_do_not_fit():
     ("sizes", "message"),
     [
         ({"num_layers": "8"}, "model.num_layers=8 is of type str, not int"),
-        ({"moe": 3}, "model.moe=3 is no mapping of settings. It takes num_experts, top_k, "),
+        ({"moe": 3}, "model.moe=3 is not a mapping of settings. It takes num_experts, top_k, "),
         ({"moe": {"num_experts": "8"}}, "model.moe.num_experts=8 is of type str, not int"),
         ({"moe": {"num_experts": 8.0}}, "model.moe.num_experts=8.0 is of type float, not int"),
         ({"moe": {"num_experts": True}}, "model.moe.num_experts=True is of type bool, not int"),
-        ({"moe": {"experts": 8}}, "model.moe.experts is no setting of .* It takes num_experts"),
+        ({"moe": {"experts": 8}}, "model.moe.experts is not a setting of .* It takes num_experts"),
     ],
 )
 def test_built_in_models_refuse_values_of_another_type(sizes, message):
@@ -426,7 +430,7 @@ def test_notebooks_show_a_schedule_and_a_pipeline():
 
 
 def test_a_drawing_of_no_known_form_is_refused(tmp_path):
-    with pytest.raises(ppctl.PpctlError, match=r"ends in none of .*\.svg"):
+    with pytest.raises(ppctl.PpctlError, match=r"unknown suffix. Use one of .*\.svg"):
         ppctl.draw(of(2), tmp_path / "x.gif")
 
 

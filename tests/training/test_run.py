@@ -301,7 +301,7 @@ def test_a_batch_without_targets_is_noted_once(train, tmp_path):
     code, out, _ = train(*words, tiny=tiny)
     assert code == 0
     assert losses(tmp_path / "run").count(0) >= 3
-    assert out.count("has loss 0 and gradient 0: nothing is to be predicted in its batch") == 1
+    assert out.count("has loss 0 and gradient 0: its batch has no tokens to predict") == 1
 
 
 def test_data_that_overflows_stops_the_run_at_its_first_step(train, tmp_path, monkeypatch):

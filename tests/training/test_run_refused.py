@@ -22,8 +22,8 @@ from support.remedies import suggestions
         (
             4,
             "run.seed=1",
-            r"other data or another order \(run.seed: 0 then, 1 now\), so its position 4 means "
-            r"nothing",
+            r"other data or another order \(run.seed: 0 then, 1 now\), so its position 4 is "
+            r"invalid for these data",
         ),
         (4, "data.batch_size=8", r"\(data.batch_size: 16 then, 8 now\)"),
         (4, "data.num_rows=400", r"\(data.num_rows: 512 then, 400 now\)"),

@@ -125,7 +125,7 @@ def test_code_that_changed_is_warned_of_and_other_parameters_are_refused(network
     file = network_run.parent / "own_net.py"
     file.write_text(OWN.replace("2.0", "3.0"))
     with pytest.warns(
-        UserWarning, match="own_net changed after .* was trained; it may compute something else"
+        UserWarning, match="own_net changed after .* was trained; its results may differ now"
     ):
         ppctl.load_run(network_run).predict(np.zeros((1, 2, 3)))
     file.write_text(OWN)
@@ -173,7 +173,7 @@ def test_a_transformer_predicts_logits_of_which_the_loss_is_that_of_the_run(tmp_
     if dtype == "float64":
         with (
             jax.enable_x64(False),
-            pytest.raises(ppctl.PpctlError, match=r"run\.dtype=float64, and JAX has 32 bits"),
+            pytest.raises(ppctl.PpctlError, match=r"run\.dtype=float64, but JAX is set to 32"),
         ):
             ppctl.load_run(tmp_path).params()
 
@@ -197,10 +197,10 @@ def test_settings_of_another_version_are_refused():
     settings = asdict(Config())
     assert model_and_data(settings).model == Config().model
     with pytest.raises(
-        ppctl.PpctlError, match=r"model=rnn of this run is none that this version of ppctl has\."
+        ppctl.PpctlError, match=r"this version of ppctl has no model=rnn, which this run uses\."
     ):
         model_and_data(settings | {"model": {"name": "rnn"}})
-    with pytest.raises(ppctl.PpctlError, match=r"data\.colour is no setting of this version"):
+    with pytest.raises(ppctl.PpctlError, match=r"data\.colour is not a setting of this version"):
         model_and_data(settings | {"data": {"name": "stdlib", "colour": 3}})
 
 
@@ -299,9 +299,7 @@ def test_a_requested_checkpoint_that_a_run_replaces_is_removed_not_damaged(savin
 
 
 def test_what_is_not_there_is_refused(saved, tmp_path):
-    with pytest.raises(
-        ppctl.PpctlError, match=r"has no checkpoint of step 4; there are of steps 3, 5\."
-    ):
+    with pytest.raises(ppctl.PpctlError, match=r"has no checkpoint of step 4; it has steps 3, 5\."):
         ppctl.load_run(saved[0]).params(4)
     with pytest.raises(ppctl.PpctlError, match=r"is no run: it has no config\.yaml"):
         ppctl.load_run(tmp_path)

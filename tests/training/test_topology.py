@@ -131,7 +131,7 @@ def test_other_shapes_and_sizes_are_refused(monkeypatch):
     h100 = gpu_target(known()["h100"])
     with pytest.raises(
         ConfigError,
-        match=r"^plan.topology=h100:1x2x2 is of GPUs: write the number of hosts .*h100:2x8",
+        match=r"^plan.topology=h100:1x2x2 names GPUs, but not as hosts x GPUs per host. .*h100:2x8",
     ):
         described_mesh(MeshSizes(dp=1, pp=4), "h100:1x2x2", h100)
     with pytest.raises(

@@ -154,16 +154,14 @@ def test_the_starter_network_is_written_with_its_arrays(here, capsys):
     (here / "other").mkdir()
     (here / "other/images.npy").write_text("mine")
     assert cli.main(["init", "other", "--network"]) == 2
-    assert (
-        "other/images.npy is there already, and nothing is overwritten" in capsys.readouterr().err
-    )
+    assert "other/images.npy exists already, and nothing is overwritten" in capsys.readouterr().err
 
 
 def test_init_overwrites_nothing(here, capsys):
     (here / "own").mkdir()
     (here / "own/my_data.py").write_text("mine")
     assert cli.main(["init", "own"]) == 2
-    assert "own/my_data.py is there already, and nothing is overwritten" in capsys.readouterr().err
+    assert "own/my_data.py exists already, and nothing is overwritten" in capsys.readouterr().err
     assert [file.name for file in (here / "own").iterdir()] == ["my_data.py"]
     (here / "file").write_text("")
     for words, message in (
@@ -240,7 +238,7 @@ def test_a_function_with_marks_is_a_model(here):
     assert (stack.num_layers, stack.are_alike) == (2, False)
     (here / "free.py").write_text(NETWORK.replace("num_layers, dtype", "dtype"))
     assert custom_stack("free.model", None, {}, **asked).num_layers == 2
-    with pytest.raises(ConfigError, match=r"net.model takes model.num_layers layers, .* not set"):
+    with pytest.raises(ConfigError, match=r"net.model takes model.num_layers layers, .* not set\."):
         custom_stack("net.model", None, {}, **asked)
     with pytest.raises(ConfigError, match=r"model.layers=auto cuts a Network into model.num_l"):
         custom_stack("free.model", None, {}, layers="auto", **asked)
@@ -255,7 +253,7 @@ def test_a_function_with_marks_is_a_model(here):
     ):
         custom_stack("net.model", 2, {"name": "u"}, **asked)
     with pytest.raises(
-        ConfigError, match=r"returns a Stack, which has its layers: model.layers=auto is for"
+        ConfigError, match=r"returns a Stack, which already has layers: model.layers=auto is for"
     ):
         stack_of(here, layers="auto")
     (here / "net2.py").write_text(
@@ -281,7 +279,7 @@ def test_a_network_takes_only_what_it_names(here):
     (here / "stack.py").write_text((here / "stack.py").read_text().replace(", **changes", ""))
     with pytest.raises(
         ConfigError,
-        match=r"returns a Stack, and does not take dtype, which would be ignored. Let it",
+        match=r"returns a Stack, but does not take dtype, which would be ignored. Let it",
     ):
         custom_stack("stack.model", 2, {}, data=rows(), dtype=jnp.dtype("float32"))
 
@@ -299,7 +297,7 @@ def test_arrays_are_data_and_a_data_set_takes_all_settings(monkeypatch):
     )
     with pytest.raises(
         ConfigError,
-        match="returns a DataSet, and does not take seed, eval_fraction, which would be",
+        match="returns a DataSet, but does not take seed, eval_fraction, which would be",
     ):
         custom_data("a.b", 4, 0.0, {}, seed=0)
 
@@ -309,12 +307,12 @@ WRONG_MODELS = {
     "return": "returns nothing, not a ppctl.model.stack.Stack",
     "num_layers += 1": "returns a Stack of 9 layers, but model.num_layers=8",
     "raise ValueError('no\\nmore')": r"calling it fails: ValueError: no \(m0.py:13\)",
-    "parts['init_layer'] = lambda key, index: jnp.ones(3, int)": "init_layer is of int\\d+",
+    "parts['init_layer'] = lambda key, index: jnp.ones(3, int)": "init_layer has dtype int\\d+",
     "parts['embed'] = lambda w, inputs: inputs @ inputs": r"embed fails: TypeError: .*\(m0.py:13\)",
-    "parts['embed'] = lambda w, inputs: (inputs, inputs)": r"embed makes \(float32.* must make",
-    "parts['embed'] = lambda w, inputs: inputs.sum()": r"embed makes float32\[\] of 2 examples",
-    "parts['layer'] = lambda w, x: x[:, :2]": r"layer makes float32\[2, 2\] of float32",
-    "parts['layer'] = lambda w, x: x.astype('bfloat16')": r"layer makes bfloat16\[2, 4\] of float",
+    "parts['embed'] = lambda w, inputs: (inputs, inputs)": r"embed returns \(float32.* must ret",
+    "parts['embed'] = lambda w, inputs: inputs.sum()": r"embed returns float32\[\] for 2 examples",
+    "parts['layer'] = lambda w, x: x[:, :2]": r"layer returns float32\[2, 2\] for float32",
+    "parts['layer'] = lambda w, x: x.astype('bfloat16')": r"layer returns bfloat16\[2, 4\] for float",
     "parts['head'] = lambda w, x, targets: x.sum()": r"head returns float32\[\]; it must return",
     "parts['head'] = lambda w, x, targets: (x, 1.0)": r"head returns \(float32\[2, 4\], .*; it",
 }
@@ -337,8 +335,8 @@ def test_a_model_that_does_not_fit_is_refused(here, broken):
             "importing needs fails: ModuleNotFoundError: No module named 'not_there'",
         ),
         ("plain.wrong", {}, "plain has no function wrong. It has other."),
-        ("plain.other", {}, "is called with num_layers, dtype, data, which it does not take so"),
-        ("plain.other", {"data": 3}, "model.options.data is given by ppctl itself"),
+        ("plain.other", {}, "does not accept the arguments num_layers, dtype, data: "),
+        ("plain.other", {"data": 3}, "model.options.data is set by ppctl"),
     ],
 )
 def test_a_target_that_cannot_be_called_is_refused(here, target, options, said):
@@ -358,7 +356,7 @@ WRONG_DATA = {
     "rows(read=lambda n: {'inputs': n})": "reads inputs; it must read a dict",
     "rows(read=lambda n: {'inputs': n, 'targets': [1, 2]})": "reads targets of 2 examples as a li",
     "rows(read=lambda n: {'inputs': n, 'targets': n[:1]})": r"reads targets of 2 examples as int",
-    "rows(read=lambda n: {'inputs': n, 'targets': n - n[0]})": "targets of example 1 are others",
+    "rows(read=lambda n: {'inputs': n, 'targets': n - n[0]})": "targets of example 1 differ",
     "rows(read=lambda n: 1 / 0)": "reading examples 0 and 1 fails: ZeroDivisionError: division",
 }
 

@@ -29,12 +29,12 @@ def make(**request):
         ({"seed": 2**31}, "seed=2147483648 is not a whole number from 0 to 2147483647. Use one."),
         ({"seed": 1.5}, "seed=1.5 is not a whole number from 0 to 2147483647. Use one."),
         ({"num_microbatches": 2.0}, "num_microbatches=2.0 is not a whole number from 1 to .*"),
-        ({"dtype": "int32"}, "dtype='int32' is no dtype to compute in. Use float32, .*"),
-        ({"mesh": None}, r"mesh=None is no mesh. Use ppctl.mesh\(dp=, pp=, fsdp=\)."),
+        ({"dtype": "int32"}, "dtype='int32' is not a floating dtype. Use float32, .*"),
+        ({"mesh": None}, r"mesh=None is not a mesh. Use ppctl.mesh\(dp=, pp=, fsdp=\)."),
         ({"model": None}, "The model is None, not a ppctl.Stack or a ppctl.Network. .*"),
         (
             {"optimizer": "adamw"},
-            r"optimizer='adamw' is no optax.GradientTransformation. Use .* optax.adamw\(1e-3\).",
+            r"optimizer='adamw' is not an optax.GradientTransformation. Use .* optax.adamw\(1e-3\).",
         ),
         ({"batch": None}, "batch is NoneType; it must be .*"),
         (
@@ -84,7 +84,10 @@ def test_the_remedy_of_a_wrong_request_is_served(request_, remedy, served):
 def test_float64_is_refused_where_jax_has_32_bits():
     with (
         jax.enable_x64(False),
-        pytest.raises(ppctl.PpctlError, match=r"^dtype=float64, and JAX has 32 bits: call jax\."),
+        pytest.raises(
+            ppctl.PpctlError,
+            match=r"^dtype=float64 needs 64 bits, but JAX is set to 32: call jax\.",
+        ),
     ):
         make(dtype="float64")
 
@@ -100,7 +103,7 @@ def test_float64_is_refused_where_jax_has_32_bits():
         ),
         (
             BATCH | {"inputs": TOKENS[:, :-1].astype(str)},
-            "inputs are of dtype <U.*, which no model computes with.",
+            "inputs have dtype <U.*, which is not numeric.",
         ),
         (
             BATCH | {"inputs": TOKENS[:, :-1] + np.int64(2**40)},
@@ -146,7 +149,9 @@ def test_a_state_that_a_step_has_taken_is_refused(executor):
         pipe.loss_and_grads,
         lambda state, _: pipe.to_natural(state),
     ):
-        with pytest.raises(ppctl.PpctlError, match=r"given to a step before.* Use the state that"):
+        with pytest.raises(
+            ppctl.PpctlError, match=r"passed to an earlier step.* Use the state that"
+        ):
             call(state, batch)
     pipe.step(next_state, pipe.put(batch))  # placed once
 
@@ -155,7 +160,7 @@ def test_attempts_of_post_validation_are_states_too():
     pipe = make(executor=ppctl.mpmd(post_validation=True), clip_norm=1.0)
     state, _ = pipe.step(pipe.init(), BATCH)
     pipe.step(state, BATCH)
-    with pytest.raises(ppctl.PpctlError, match=r"^The state is not one of this pipeline"):
+    with pytest.raises(ppctl.PpctlError, match=r"^The state does not fit this pipeline"):
         pipe.step(make().init(), BATCH)
 
 
@@ -172,7 +177,7 @@ def test_states_that_may_be_undone_go_on():
 
 def test_a_state_of_another_pipeline_is_refused():
     pipe = make(schedule="interleaved", num_chunks=1)
-    match = r"^The state is not one of this pipeline: {}.* Use pipe\.init\(\), or pipe\.from_nat"
+    match = r"^The state does not fit this pipeline: {}.* Use pipe\.init\(\), or pipe\.from_nat"
     others = {
         "layers/attention/key/kernel is float32": make(mesh=ppctl.mesh(), executor="reference"),
         "it has no params/embed_head/embedding": make(executor="mpmd"),
@@ -183,7 +188,9 @@ def test_a_state_of_another_pipeline_is_refused():
             pipe.step(other.init(), BATCH)
     state = pipe.from_natural(other.to_natural(other.init(seed=7)))
     assert jax.tree.all(jax.tree.map(np.array_equal, state, pipe.init(seed=7)))
-    with pytest.raises(ppctl.PpctlError, match=r"not of this model and optimizer: it has no optim"):
+    with pytest.raises(
+        ppctl.PpctlError, match=r"not fit this model and optimizer: it has no optim"
+    ):
         make(optimizer=optax.adam(0.1)).from_natural(pipe.to_natural(state))
 
 

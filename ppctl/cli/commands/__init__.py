@@ -1,10 +1,10 @@
-"""One file a command, whose first line is its help: "`ppctl NAME`: about it."
+"""One file a command. Its first line is the help: "`ppctl NAME`: help."
 
-A command that composes a whole config is a function of its own name: `NAME(config, *, as_json) ->
-exit code`. Its module imports JAX, so it is imported when the request is known to be right, and its
+A command that composes a whole config is a function with the file's name: `NAME(config, *, as_json)
+-> exit code`. Its module imports JAX. So it is imported only after the request is checked, and its
 help is read from the file.
 
-Any other command has `parser()`, its options, and `serve(options) -> exit code`.
+Every other command has `parser()`, which returns its options, and `serve(options) -> exit code`.
 """
 
 from pathlib import Path

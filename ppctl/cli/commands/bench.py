@@ -1,7 +1,7 @@
-"""`ppctl bench`: time the training step, compared with its prediction and the un-pipelined model.
+"""`ppctl bench`: time the training step with every remat, compared with the un-pipelined model.
 
-Machines are shared and noisy, so: CPU seconds of the process, steps of all candidates in turn,
-ratios taken round by round, medians.
+Machines are shared and noisy. So CPU seconds of the process are counted, all candidates run a step
+in each round, ratios are formed within a round, and medians over the rounds are shown.
 """
 
 import statistics
@@ -22,7 +22,7 @@ from ppctl.training.pipeline.job_checks import check_room
 
 Tree = Any
 ROUNDS = 9
-COLUMNS = {  # of the table of steps: key, scale, format
+COLUMNS = {  # columns of the table: key, scale, format
     "CPU s": ("cpu_s", (1, ".3f")),
     "/ reference": ("cpu_ratio", (1, ".2f")),
     "wall s": ("wall_s", (1, ".3f")),
@@ -34,15 +34,15 @@ COLUMNS = {  # of the table of steps: key, scale, format
 
 @dataclass
 class BenchStep:
-    """An engine with a compiled train step and its state, ready to run again and again."""
+    """An engine with a compiled train step and its state, ready to run repeatedly."""
 
     name: str
     engine: Engine
     state: Tree
     batch: Tree
-    compile_cpu_s: float  # trace and compile
-    temp_bytes: int  # of one device
-    num_tasks: int | None  # dispatched by the host in a step; None where a step is one program
+    compile_cpu_s: float  # CPU seconds to trace and compile
+    temp_bytes: int  # bytes on one device
+    num_tasks: int | None  # tasks dispatched by the host in a step; None: one program
 
 
 def bench(config: Config, *, as_json: bool) -> int:
@@ -70,7 +70,7 @@ def bench(config: Config, *, as_json: bool) -> int:
 
 
 def without_experts(config: Config) -> Config | None:
-    """Return the config with an MLP of as many FLOPs in place of experts; None without experts."""
+    """Return the config with an MLP as costly as a token's experts; None without experts."""
     model = config.model
     if not isinstance(model, Transformer) or not all(model.has_experts):
         return None
@@ -87,7 +87,7 @@ def _row(step: dict[str, Any]) -> list[str]:
 
 
 def prepare(name: str, job: TrainingJob) -> BenchStep:
-    """Return the compiled step of a job and what it runs on."""
+    """Compile the step of a job; return it with its state and batch."""
     check_room(job.pipe)
     engine, num_tasks = job.pipe.engine, None
     began = time.process_time()
@@ -100,12 +100,12 @@ def prepare(name: str, job: TrainingJob) -> BenchStep:
 
 
 def time_steps(candidates: Sequence[BenchStep]) -> list[dict[str, Any]]:
-    """Return for each candidate medians over all rounds.
+    """Return a row for each candidate, with medians over all rounds.
 
-    Of CPU and wall seconds a step, the dispatching thread's CPU seconds, and the CPU ratio to the
-    first candidate in the same round.
+    A row has CPU and wall seconds of a step, CPU seconds of the dispatching thread, and the ratio
+    of the CPU seconds to the first candidate's in the same round.
     """
-    # 1. rounds, of which the first warms up
+    # 1. the rounds; the first is the warm-up
     times: list[list[tuple[float, float, float]]] = [[] for _ in candidates]
     for _ in range(ROUNDS + 1):
         for candidate, measured in zip(candidates, times, strict=True):

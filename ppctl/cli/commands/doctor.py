@@ -1,8 +1,8 @@
 """`ppctl doctor`: check that a request would train here, and measure the links between devices.
 
-Takes the request of `ppctl train` and does all of it short of compiling the step: joins the
-processes, makes the mesh, opens the data, builds the model, writes where the run would write. Then
-it measures the links between devices, which a planner needs, and checks what arrives over them.
+Does all that `ppctl train` does before it compiles the step: joins the processes, makes the mesh,
+opens the data, builds the model, writes to run.dir. Then it measures the links between devices,
+which the planner needs, and compares the received numbers with the sent ones.
 """
 
 import itertools
@@ -41,24 +41,24 @@ from ppctl.training.run.process_group import process_group
 from ppctl.training.run.run_environment import check_disk
 
 T = TypeVar("T")
-# (float32 of a message, exchanges of a run); odd numbers, so that contents change places
+# (float32 numbers of a message, exchanges of a run): odd, so that a run swaps the contents
 SMALL, LARGE = (1, 65), (1 << 20, 9)
 RUNS = 5  # timed runs after a warm-up; the median counts
-ANSWER_WITHIN_S = 60.0  # a device that takes longer to exchange a few messages does not answer
+ANSWER_WITHIN_S = 60.0  # seconds for a few exchanges; after them a device counts as hanging
 
 
 def doctor(config: Config, *, as_json: bool) -> int:
-    """Print the findings; return 0 when the request would train here, else 1."""
+    """Print the findings; return 0 if the request would train here, else 1."""
     directory = Path(config.run.dir).absolute()
     made = [path for path in (directory, *directory.parents) if not path.exists()]
     start_jax(config.run, config.run.dtype or DEFAULT_DTYPE, config.mesh.num_devices)
-    # refuses differing settings or run.dir of processes
+    # raises if settings or run.dir differ between processes
     with process_group(config.run, config.mesh, asdict(config)):
         away = described_only(config.hardware, all_devices()[0].device_kind)
         if away is not None:
             raise ConfigError(
-                f"hardware={away.name} describes devices that are not attached, and `ppctl doctor` "
-                "examines those that are. Use `ppctl plan`, or leave hardware out."
+                f"hardware={away.name} describes devices that are not attached, but `ppctl doctor` "
+                "checks attached devices. Use `ppctl plan`, or leave hardware out."
             )
         # 1. the findings of all processes, and the links
         request, mesh, needed = _request(config)
@@ -70,7 +70,7 @@ def doctor(config: Config, *, as_json: bool) -> int:
             findings += _of_links(links)
     if not distributed.is_lead():
         return int(not all(each.is_ok for each in findings))
-    with suppress(OSError):  # not empty
+    with suppress(OSError):  # directory not empty
         for path in made:
             path.rmdir()
     # 2. the output
@@ -92,7 +92,7 @@ def doctor(config: Config, *, as_json: bool) -> int:
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check. Training fails where one is not ok."""
+    """The result of a check. Training fails if one is not ok."""
 
     what: str
     is_ok: bool
@@ -100,7 +100,7 @@ class Finding:
 
 
 def _request(config: Config) -> tuple[list[Finding], Mesh | None, int | None]:
-    """Return (findings, mesh, bytes of a state) of all that training builds before it compiles."""
+    """Build all that training builds before it compiles: (findings, mesh, bytes of a state)."""
     try:
         job = assemble(config)
         notes = check_job(job)
@@ -110,7 +110,7 @@ def _request(config: Config) -> tuple[list[Finding], Mesh | None, int | None]:
     device = mesh.devices.flat[0]
     devices = f"{mesh.size} x {device.device_kind} ({device.platform})"
     if device.platform != "cpu" and (stated := stated_bytes(jax.local_devices()[0])) is not None:
-        devices += f", {size_text(stated)} of each are for programs"
+        devices += f", {size_text(stated)} of each available to programs"
     request = f"mesh={config.mesh.text}, {job.pipe.schedule.name}"
     tried = "".join(f". {note}" for note in notes)
     findings = [
@@ -122,7 +122,7 @@ def _request(config: Config) -> tuple[list[Finding], Mesh | None, int | None]:
 
 
 def _directory(run: Run, needed: int | None) -> Finding:
-    """Return the finding of run.dir: writable, with room for the checkpoints."""
+    """Check that run.dir is writable and has room for the checkpoints; return the finding."""
     directory = Path(run.dir).absolute()
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -142,7 +142,10 @@ def _directory(run: Run, needed: int | None) -> Finding:
 
 
 def _merged(by_process: Sequence[Sequence[Finding]]) -> Iterator[Finding]:
-    """Yield one finding where all processes agree, else one for each process."""
+    """Yield the findings of all processes, then one with the number of processes on each host.
+
+    A finding is yielded once if its text is the same on all processes, else once for each.
+    """
     for same in zip(*by_process, strict=False):
         if len({each.text for each in same}) == 1:
             yield same[0]
@@ -169,7 +172,7 @@ class MeasuredLink:
 
 
 def _measured(mesh: Mesh) -> list[MeasuredLink]:
-    """Return the links between devices, alike on all processes."""
+    """Measure the links between devices; return the same list on every process."""
     own = jax.process_index()
     links = []
     for a, b in combinations(probe_devices(list(mesh.devices.flat)), 2):
@@ -177,7 +180,7 @@ def _measured(mesh: Mesh) -> list[MeasuredLink]:
             ends = f"device {a.id} (process {a.process_index}) and {b.id} ({b.process_index})"
             with _answering(f"exchange of {ends}"):
                 links.append(measure_link(a, b))
-    # both ends of each; a wrong one counts
+    # two processes may have measured a link: keep the wrong result, if any
     found = sorted(itertools.chain(*_gathered(MeasuredLink, links)), key=lambda link: link.is_right)
     by_ends = {(link.first, link.second): link for link in reversed(found)}
     return [by_ends[ends] for ends in sorted(by_ends)]
@@ -186,7 +189,7 @@ def _measured(mesh: Mesh) -> list[MeasuredLink]:
 def _of_links(links: Sequence[MeasuredLink]) -> list[Finding]:
     wrong = [f"devices {link.first} and {link.second}" for link in links if not link.is_right]
     if wrong:
-        text = f"{', '.join(wrong)}: other numbers arrived than were sent."
+        text = f"{', '.join(wrong)}: the received numbers differ from the sent ones."
         return [Finding("links", False, text)]
     if not links:
         return []
@@ -201,7 +204,7 @@ def _of_links(links: Sequence[MeasuredLink]) -> list[Finding]:
 
 
 def probe_devices(devices: Sequence[Any], most: int = 16) -> list[Any]:
-    """Return up to `most` devices: all, the first of each process, or the first of one process."""
+    """Return all devices up to `most`, else each process's first, or the first `most` of one."""
     if len(devices) <= most:
         return list(devices)
     firsts = {device.process_index: device for device in reversed(devices)}
@@ -218,10 +221,10 @@ def measure_link(a: Any, b: Any) -> MeasuredLink:
 
 
 def _exchanges(mesh: Mesh, length: int, number: int) -> tuple[float, bool]:
-    """Return (seconds of one exchange of float32 [length], whether contents changed places).
+    """Return (seconds of one exchange of float32 [length], whether the contents were swapped).
 
-    Both devices send repeatedly inside one program, as pipeline ranks do, so that times exclude the
-    host and the start of a program.
+    Both devices send `number` times inside one program, as pipeline ranks do, so that times exclude
+    the host and the start of a program.
     """
 
     def local(x: jax.Array) -> jax.Array:
@@ -246,10 +249,10 @@ def _exchanges(mesh: Mesh, length: int, number: int) -> tuple[float, bool]:
 
 @contextmanager
 def _answering(what: str) -> Iterator[None]:
-    """End the process with a line if the body hangs: a collective cannot be cancelled."""
+    """Exit with a message if the body hangs: a collective cannot be cancelled."""
 
     def give_up() -> None:
-        would = "Training would hang there, or this machine is too busy: try again."
+        would = "Training would hang too, or this machine is too busy: try again."
         print(f"ppctl: {what}: no answer within {ANSWER_WITHIN_S:.0f} s. {would}", file=sys.stderr)
         sys.stderr.flush()
         os._exit(1)
@@ -264,6 +267,6 @@ def _answering(what: str) -> Iterator[None]:
 
 
 def _gathered(kind: type[T], items: Sequence[Any]) -> list[list[T]]:
-    """Return each process's items, dataclasses of this kind."""
+    """Return the items of each process, as dataclasses of type `kind`."""
     texts = distributed.gather(json.dumps([asdict(item) for item in items]))
     return [[kind(**each) for each in json.loads(text)] for text in texts]

@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from ppctl.config import Config
     from ppctl.language.language_model import LanguageModel
 
-# one device reads all examples, in batches of 1: a data set of fewer examples than one is refused
+# one device, batches of 1: a data set with fewer examples than a batch is refused
 ONE_DEVICE = (
     *("mesh=1x1", "schedule=gpipe", "schedule.num_microbatches=1", "run.eval_every=null"),
     *("data.batch_size=1", "data.eval_fraction=0"),
 )
-HOW_TRAINED = ("data.batch_size", "data.eval_fraction")  # words of data that only training needs
-BY_TOKENIZER = ("data.tokenizer", "data.end_token")  # words that the run's tokenizer replaces
+HOW_TRAINED = ("data.batch_size", "data.eval_fraction")  # data settings of training only
+BY_TOKENIZER = ("data.tokenizer", "data.end_token")  # settings that the run's tokenizer replaces
 NOTES = """\
 RUN is a path, a name in the list of `ppctl runs`, or a checkpoint (RUN/checkpoints/STEP). Without
-data= it reads the sequences that the run holds out; of other data all of them, or those that
-data.eval_fraction=F holds out. Text is read by the run's tokenizer, packed where the run's is and
-data.packing is not set. Sequences are as long as in training, or model.seq_len=N tokens. It prints
-loss (nats a token), perplexity, bits_per_byte and num_tokens.
+data=, the run's held-out sequences are evaluated. With other data, all sequences are, or those that
+data.eval_fraction=F holds out. Text is encoded by the run's tokenizer, and packed as in the run
+unless data.packing is set. Sequences are as long as in training, or model.seq_len=N tokens. The
+output is loss (nats a token), perplexity, bits_per_byte and num_tokens.
 
 A question of --choices is {"prompt": "2 + 2 =", "choices": [" 4", " 5"], "answer": 0}. The model's
-answer is the likeliest choice (accuracy), or the one of the largest likelihood for each byte
+answer is the likeliest choice (accuracy), or the choice with the largest likelihood per byte
 (accuracy_per_byte)."""
 
 
@@ -45,7 +45,7 @@ def parser() -> Parser:
     options.add_argument("--choices", metavar="FILE.jsonl", help="questions, a line each")
     about = "only the first N sequences or questions"
     options.add_argument("--limit", type=int, metavar="N", help=about)
-    options.add_argument("--dtype", choices=DTYPES, help="of compute (default: the run's)")
+    options.add_argument("--dtype", choices=DTYPES, help="dtype of compute (default: the run's)")
     return options
 
 
@@ -57,7 +57,7 @@ def serve(options: Namespace) -> int:
             takes = "`ppctl evaluate` takes only data=..., data.SETTING=... and model.seq_len=N"
             raise ConfigError(f"{word}: {takes}.")
     if options.choices is not None and overrides:
-        what = f"--choices {options.choices} has its own text"
+        what = f"--choices {options.choices} evaluates questions, not data"
         raise ConfigError(f"{what}. Leave {overrides[0]} out.")
     if options.limit is not None and options.limit < 1:
         raise ConfigError(f"--limit {options.limit} leaves nothing to evaluate. Use 1 or more.")
@@ -102,9 +102,7 @@ def _evaluate(model: LanguageModel, overrides: Sequence[str], options: Namespace
     held_out = not overrides or config.data.eval_fraction > 0
     examples = data.numbers(held_out=held_out)
     if not examples:
-        raise DataError(
-            "data.eval_fraction=0 of this run holds out nothing to evaluate on. Name data=..."
-        )
+        raise DataError("data.eval_fraction=0 of this run holds out no sequences. Name data=...")
     examples = examples[: options.limit]
     # 2. their loss
     name, end_token = (getattr(config.data, key, None) for key in ("tokenizer", "end_token"))
@@ -126,17 +124,17 @@ def _evaluate(model: LanguageModel, overrides: Sequence[str], options: Namespace
 
 
 def _config(model: LanguageModel, overrides: Sequence[str]) -> Config:
-    """Return a request with the data to evaluate on."""
+    """Return a config with the data to evaluate on."""
     data = model.config.data
     if not overrides and model.step == 0:
-        what = f"{model.directory} was imported, and holds out nothing to evaluate on"
+        what = f"{model.directory} was imported, and has no held-out sequences"
         raise ConfigError(f"{what}. Name data=...")
     if not overrides:
         kept = {"tokenizer": model.tokenizer_name} if hasattr(data, "tokenizer") else {}
         return replace(model.config, data=replace(data, **kept))
     from ppctl.cli.compose import compose
 
-    # later words count: those of one device, of the run's data unless data= names other, the user's
+    # later words win: one device, then the run's data unless data= is given, then the user's
     words = [*ONE_DEVICE, f"model.seq_len={model.transformer.seq_len}"]
     if not any(word.startswith("data=") for word in overrides):
         of_run, left_out = request_words({"data": asdict(data)}), HOW_TRAINED + BY_TOKENIZER

@@ -1,4 +1,4 @@
-"""`ppctl examples`: commands for what people want to do, to copy and to change."""
+"""`ppctl examples`: commands for common tasks, to copy and to change."""
 
 import json
 from argparse import Namespace

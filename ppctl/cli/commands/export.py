@@ -16,9 +16,9 @@ def parser() -> Parser:
     usage = "RUN_DIR --out DIR [OPTIONS]"
     options = Parser("export", usage, notes=notes, words="run_dir", nargs=None)
     options.add_argument("--out", metavar="DIR", required=True, help="a new directory")
-    about = "of the checkpoint, a number of finished steps; without it the newest"
+    about = "step of the checkpoint, a number of finished steps; default: the newest"
     options.add_argument("--step", type=int, metavar="N", help=about)
-    about = "float32 | bfloat16 | float16; without it that of an imported model, or float32"
+    about = "float32 | bfloat16 | float16; default: that of an imported model, else float32"
     options.add_argument("--dtype", help=about)
     about = "only the adapters of optim.train=lora, as PEFT loads them; without it they are merged"
     options.add_argument("--adapter", action="store_true", help=about)
@@ -26,7 +26,7 @@ def parser() -> Parser:
 
 
 def serve(options: Namespace) -> int:
-    """Write the model directory; return 0. ConfigError where transformers has no such model."""
+    """Write the model directory; return 0. ConfigError if transformers has no equal model."""
     source, out = Path(options.run_dir), Path(options.out)
     from ppctl.language.export_model import export_model
 

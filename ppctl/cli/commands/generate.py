@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 NOTES = """\
 RUN is a path, a name in the list of `ppctl runs`, or a checkpoint (RUN/checkpoints/STEP). Text is
-read and written by the tokenizer.json in the run's directory, else by that of its data; without
-either the tokens are bytes. The model's layers run one after the other on --devices devices. --chat
-without a prompt is a conversation: each line of the input is a message, up to an empty line. A text
-ends at a token that ends documents, at eos_token_id in generation_config.json, and with --chat at
-the end of a turn in the chat template."""
+encoded by the tokenizer.json in the run's directory, else by the tokenizer of its data; without
+either, tokens are bytes. The model's layers run one after the other on --devices devices. --chat
+without a prompt starts a conversation: each line of the input is a message, an empty line ends it.
+A text ends at an end-of-document token, at eos_token_id in generation_config.json, and with --chat
+at the end of a turn in the chat template."""
 
 
 def parser() -> Parser:
@@ -35,7 +35,7 @@ def parser() -> Parser:
     add = options.add_argument
     about = 'the text to continue; may be repeated; "" is the end of a document'
     add("--prompt", action="append", default=[], metavar="TEXT", help=about)
-    add("--prompts", metavar="FILE", help="a prompt a line")
+    add("--prompts", metavar="FILE", help="a file with a prompt a line")
     about = "the prompt is a user's message, written by the tokenizer's chat template"
     add("--chat", action="store_true", help=about)
     about = "the system message before the user's; with --chat"
@@ -46,13 +46,13 @@ def parser() -> Parser:
     about = "0: the likeliest token; otherwise logits are divided by it (default: 1)"
     add("--temperature", type=float, default=1.0, metavar="T", help=about)
     add("--top-k", type=int, metavar="K", help="only the K likeliest tokens")
-    about = "only the fewest likeliest tokens that have the probability P together"
+    about = "only the likeliest tokens, as few as reach the probability P together"
     add("--top-p", type=float, metavar="P", help=about)
-    about = "of the choice (default: 0); the same seed and prompt give the same text"
+    about = "seed of the choice (default: 0); the same seed and prompt give the same text"
     add("--seed", type=int, default=0, metavar="N", help=about)
     about = "devices that share the model's layers, in order (default: 1)"
     add("--devices", type=int, default=1, metavar="N", help=about)
-    add("--dtype", choices=DTYPES, help="of compute (default: the run's)")
+    add("--dtype", choices=DTYPES, help="dtype of compute (default: the run's)")
     return options
 
 
@@ -64,14 +64,14 @@ def serve(options: Namespace) -> int:
     for name, least in (("max_tokens", 1), ("devices", 1), ("seed", 0)):
         if getattr(options, name) < least:
             given = f"--{name.replace('_', '-')} {getattr(options, name)}"
-            raise ConfigError(f"{given} is too few. Use {least} or more.")
+            raise ConfigError(f"{given} is too small. Use {least} or more.")
     if options.seed >= 2**31:
         raise ConfigError(f"--seed {options.seed} is too large. Use 0 to {2**31 - 1}.")
     return _generate(run_or_checkpoint(options.run), prompts, options)
 
 
 def run_or_checkpoint(word: str) -> Path:
-    """Return the directory of the run, or of the checkpoint, that a word names."""
+    """Return the directory of the run or checkpoint that a word names."""
     from ppctl.reports.run_files import is_run
 
     path = Path(word)
@@ -110,9 +110,9 @@ def _generate(path: Path, prompts: Sequence[str], options: Namespace) -> int:
     num_positions = generation.positions_for(ids, options.max_tokens)
     decoder, ends = generation.decoder_of(model, devices, num_positions), _ends(model, options)
     if max(map(len, ids)) + options.max_tokens > model.num_positions:
-        learned = f"{model.num_positions:,} positions, all that the model has learned"
+        learned = f"{model.num_positions:,} positions, the number that the model has learned"
         print(f"note: text beyond {learned}, may make no sense.", file=sys.stderr)
-    # 2. their continuations; the text of a single prompt is printed as it comes
+    # 2. the continuations; the text of a single prompt is printed as it is generated
     how |= {"num_tokens": model.tokenizer.vocab_size}
     tokens = generation.continuations(decoder, ids, **how)
     if len(prompts) == 1 and not options.json:
@@ -140,7 +140,7 @@ def _generate(path: Path, prompts: Sequence[str], options: Namespace) -> int:
 
 
 def _rows(tokens: Iterable[Any], number: int, ends: Container[int]) -> list[list[int]]:
-    """Return the new tokens of each prompt, up to one of `ends`."""
+    """Return the new tokens of each prompt, up to the first in `ends`."""
     new: list[list[int]] = [[] for _ in range(number)]
     for chosen in tokens:
         for row, token in zip(new, chosen.tolist(), strict=True):
@@ -152,7 +152,7 @@ def _rows(tokens: Iterable[Any], number: int, ends: Container[int]) -> list[list
 
 
 def _print_pieces(pieces: Iterable[str]) -> int:
-    """Print the pieces of a text as they come; return their number."""
+    """Print the pieces of a text as they are generated; return their number."""
     number = 0
     for piece in pieces:
         print(piece, end="", flush=True)
@@ -164,10 +164,10 @@ def _print_pieces(pieces: Iterable[str]) -> int:
 def _converse(
     model: LanguageModel, devices: Sequence[Any], options: Namespace, how: dict[str, Any]
 ) -> int:
-    """Answer the messages of the input, one a line, until an empty line or its end."""
+    """Answer each line of the input, until an empty line or the end; return 0."""
     from ppctl.language.conversation import Conversation
 
-    _question(model, "", options.system)  # refuses what the template refuses, before any message
+    _question(model, "", options.system)  # raises the template's errors before the first message
     ends = _ends(model, options)
     conversation = Conversation(model, devices, ends, system=options.system, **how)
     number = 0
@@ -194,7 +194,7 @@ def _messages(prompt: str) -> Iterator[str]:
     except EOFError:
         return
     except UnicodeDecodeError as error:
-        raise ConfigError(f"the input is no UTF-8 text: {error}. Convert it.") from error
+        raise ConfigError(f"the input is not UTF-8 text: {error}. Convert it.") from error
 
 
 def _question(model: LanguageModel, prompt: str, system: str | None) -> list[int]:
@@ -204,14 +204,14 @@ def _question(model: LanguageModel, prompt: str, system: str | None) -> list[int
 
 
 def _ends(model: LanguageModel, options: Namespace) -> frozenset[int]:
-    """Return the tokens that end a text; print a note if no file names an end of answers."""
+    """Return the tokens that end a text; print a note if no file names the end of an answer."""
     from ppctl.data.tokenizer import turn_end
 
     named = frozenset(map(model.token_of, options.stop or ()))
     turn = turn_end(model.tokenizer) if options.chat else None
     if turn is not None:
         return model.ends | named | {turn}
-    if options.chat and not named and len(model.ends) == 1:  # the end of documents
+    if options.chat and not named and len(model.ends) == 1:  # only the end of documents
         note = "note: the chat template ends an answer with no special token. Name one with --stop."
         print(note, file=sys.stderr)
     return model.ends | named
@@ -225,6 +225,6 @@ def start_devices(number: int) -> list[Any]:
     simulate(number)
     devices = all_devices()
     if len(devices) < number:
-        here = f"the {len(devices)} here ({devices[0].device_kind})"
+        here = f"the {len(devices)} attached ({devices[0].device_kind})"
         raise ConfigError(f"--devices {number} are more than {here}. Use fewer.")
     return devices[:number]

@@ -1,6 +1,4 @@
-"""`ppctl import`: write a language model of transformers, or a GGUF file, as a run to train on
-from.
-"""
+"""`ppctl import`: convert a transformers model or GGUF file to a run that ppctl can train."""
 
 import json
 import time
@@ -21,13 +19,13 @@ def parser() -> Parser:
     options = Parser("import", usage, notes=notes, words="dir", nargs=None)
     about = "a new directory: a checkpoint of step 0, a recipe, the tokenizer's files"
     options.add_argument("--out", metavar="RUN_DIR", required=True, help=about)
-    about = "the run of the adapters' model, as `ppctl import` wrote it"
+    about = "the imported run of the adapters' base model"
     options.add_argument("--base", metavar="RUN_DIR", help=about)
     return options
 
 
 def serve(options: Namespace) -> int:
-    """Write the run directory; return 0. ConfigError where ppctl has no such model."""
+    """Write the run directory; return 0. ConfigError if ppctl has no such model."""
     source, out = Path(options.dir), Path(options.out)
     from ppctl.language.import_adapter import ADAPTER_CONFIG, import_adapter
     from ppctl.language.import_model import import_model
@@ -35,7 +33,7 @@ def serve(options: Namespace) -> int:
     started = time.monotonic()
     if options.base is None and (source / ADAPTER_CONFIG).is_file():
         raise ConfigError(
-            f"{source} holds adapters. Import their model first, then add --base RUN_DIR of it."
+            f"{source} holds adapters. Import their base model first, then add its --base RUN_DIR."
         )
     base = None if options.base is None else Path(options.base)
     found = import_model(source, out) if base is None else import_adapter(source, base, out)

@@ -13,7 +13,7 @@ from ppctl.reports.terminal_output import show_json
 
 STARTER = ROOT / "recipes/starter"
 NETWORK = ROOT / "recipes/starter_network"
-MAKE_DATA = "make_data.py"  # of a network's starter: writes MADE in the new directory
+MAKE_DATA = "make_data.py"  # script of the network starter: writes MADE in the new directory
 MADE = ("images.npy", "labels.npy")
 KINDS = (".py", ".yaml", ".md")
 
@@ -29,7 +29,7 @@ def parser() -> Parser:
 
 
 def serve(options: Namespace) -> int:
-    """Write the files; return 0. ConfigError if that fails or would replace others."""
+    """Write the files; return 0. ConfigError if that fails or would overwrite files."""
     # 1. the files
     directory, starter = Path(options.dir), NETWORK if options.network else STARTER
     files = _files(starter)
@@ -37,7 +37,7 @@ def serve(options: Namespace) -> int:
     written = [*map(str, files), *(MADE if has_maker else ())]
     there = [str(directory / file) for file in written if (directory / file).exists()]
     if there:
-        fault = f"{there[0]} is there already, and nothing is overwritten."
+        fault = f"{there[0]} exists already, and nothing is overwritten."
         raise ConfigError(f"{fault} Name another directory.")
     try:
         for file in files:
@@ -62,7 +62,7 @@ def serve(options: Namespace) -> int:
 
 
 def _files(starter: Path) -> list[Path]:
-    """Return the files of a starter, relative to the directory."""
+    """Return the files of a starter, relative to its directory."""
     return sorted(file.relative_to(starter) for file in starter.rglob("*") if file.suffix in KINDS)
 
 

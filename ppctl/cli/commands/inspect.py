@@ -1,7 +1,7 @@
 """`ppctl inspect`: show the programs of a run: ticks, collectives, jaxpr, StableHLO, HLO.
 
-Nothing is run. A summary counts the collectives in the compiled programs; the program is the table
-of ticks that one XLA program reads (executor=spmd).
+No step runs. The view `summary` counts the collectives in the compiled programs; the view `program`
+is the table of ticks that the XLA program of executor=spmd reads.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ from ppctl.training.pipeline.engines.step_programs import (
 )
 from ppctl.training.pipeline.job import TrainingJob, assemble
 
-COLUMNS = (  # of the summary's table
+COLUMNS = (  # columns of the summary
     *("program", "on ranks", "runs a rank", "collective", "over"),
     *("instructions", "times a run", "bytes a time", "bytes a run", "beside products"),
 )
@@ -58,7 +58,7 @@ def inspect(config: Config, *, as_json: bool) -> int:
 
 
 def document(job: TrainingJob, found: StepPrograms, wanted: Sequence[str]) -> dict[str, Any]:
-    """Return the JSON document."""
+    """Return the JSON document of the views in `wanted`."""
     config, schedule = job.config, job.pipe.schedule
     shown: dict[str, Any] = {
         "executor": config.executor.name,
@@ -118,7 +118,7 @@ def show_summary(console: Console, job: TrainingJob, found: StepPrograms) -> Non
 
 
 def _rows(program: StepProgram) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each kind of collective and its axes, the program's name in the first."""
+    """Yield a row for each pair of collective and axes; only the first row names the program."""
     head = program.name, runs_text(program.ranks), str(program.runs)
     if not program.collectives:
         yield *head, "none", "", "", "", "", "", ""
@@ -132,7 +132,7 @@ def _rows(program: StepProgram) -> Iterator[tuple[str, ...]]:
 
 
 def program_text(ticks: Ticks) -> str:
-    """Return the table of ticks."""
+    """Return the table of ticks as text."""
     slots = ", ".join(f"{number} of {kind}" for kind, number in ticks.num_slots.items() if number)
     is_fb = ticks.program == "fb"
     which = "an F, then a B, and a hop each way" if is_fb else "one task of any kind"

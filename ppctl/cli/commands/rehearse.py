@@ -1,4 +1,4 @@
-"""`ppctl rehearse`: run a large run's ranks one by one on one device, simulate the whole."""
+"""`ppctl rehearse`: run the ranks of a large run one by one on one device, simulate the whole."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -11,10 +11,10 @@ from ppctl.reports.terminal_output import check_file, show_json, write_file
 
 
 def rehearse(config: Config, *, as_json: bool) -> int:
-    """Print what a step of the whole mesh takes, and write plan.html."""
+    """Print the time and memory of a step of the whole mesh, write plan.html; return 0."""
     file = config.plan.html
     if file is not None:
-        check_file(f"plan.html={file}", Path(file))  # refused before the work
+        check_file(f"plan.html={file}", Path(file))  # checked before the work
     found, timeline = run_ranks(config)
     if file is not None:
         write_file(f"plan.html={file}", Path(file), rehearsal_page(found, timeline))

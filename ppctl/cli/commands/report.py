@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from ppctl.reports.run_page.read_run import RecordedRun
 
 NOTES = """\
-RUN is a path, a name in the list of `ppctl runs`, or a part of one that no other has; several are
-compared: differences, curves together. SWEEP, a sweep's directory or its name, gives the page of
-its jobs. The page holds all it shows: it can be mailed, and opens without a network. It is of the
-moment; write it again while a run goes on."""
+RUN is a path, a name in the list of `ppctl runs`, or a unique part of one. Several runs are
+compared: differences, and curves in the same figures. SWEEP, a sweep's directory or its name, gives
+the page of its jobs. The page is one self-contained file: it can be mailed, and opens offline. It
+shows the current state; write it again while a run goes on."""
 
 
 def parser() -> Parser:
@@ -34,8 +34,8 @@ def parser() -> Parser:
     usage = "RUN [RUN ...] [--out FILE.html] [--json]"
     options = Parser("report", usage, notes=NOTES, words="runs", nargs="+")
     about = (
-        "where to write it (default: report.html in the run's directory; of several runs, in the "
-        "current one). A file that is no report is not overwritten"
+        "file to write (default: report.html in the run's directory; of several runs, in the "
+        "current one). Only a report is overwritten"
     )
     options.add_argument("--out", metavar="FILE", help=about)
     return options
@@ -62,7 +62,7 @@ def serve(options: Namespace) -> int:
 
 
 def write_report_of(run_dir: Path) -> None:
-    """Write the report of a run in its directory, unless it would replace another file."""
+    """Write the report of a run in its directory, unless that would overwrite another file."""
     from ppctl.reports.run_files import is_run
     from ppctl.reports.run_page import write_report as report
     from ppctl.reports.run_page.one_run_page import run_page
@@ -80,18 +80,18 @@ def _read(name: str, path: Path, *, is_alone: bool) -> RecordedRun:
 
     old = resumption(path)
     words = old.words, old.command, old.notes
-    run = read_run(name, path, *words, pipeline="Not drawn of several runs.")
+    run = read_run(name, path, *words, pipeline="Not drawn for several runs.")
     return replace(run, pipeline=_pipeline(run)) if is_alone else run
 
 
 def _pipeline(run: RecordedRun) -> Planned | str:
-    """Return the schedule of a run by its settings, or why it cannot be drawn."""
+    """Return the schedule of a run's settings, or the reason why it cannot be drawn."""
     try:
         return _pipeline_of(run.summary.path, run.summary.config, run.starts)
     except PpctlError as error:
         reason = one_line(error)
     except (KeyError, TypeError, ValueError, AttributeError, OSError):
-        reason = "the settings of the run are not such as there are now."
+        reason = "this version of ppctl cannot read the settings of the run."
     return f"The schedule cannot be drawn: {reason}"
 
 

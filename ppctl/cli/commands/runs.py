@@ -1,6 +1,4 @@
-"""`ppctl runs`: list runs and how they ended, show one or a sweep, remove runs or their older
-checkpoints; starts no JAX.
-"""
+"""`ppctl runs`: list runs and how they ended, show one or a sweep, remove runs or checkpoints."""
 
 import argparse
 import os
@@ -14,17 +12,17 @@ DEFAULT_DIR = "runs"  # parent of run.dir by default
 NOTES = f"""\
     ppctl runs [DIR ...]            every run below DIR, sweeps included
     ppctl runs show NAME [DIR ...]  one run: settings, losses, speed, checkpoints, resume command
-    ppctl runs SWEEP                the jobs of a sweep, those not started too
+    ppctl runs SWEEP                the jobs of a sweep, including those not started
     ppctl runs show SWEEP           a sweep's directory: axes, jobs, their status, the best
     ppctl runs rm NAME ...          remove runs for good, with their checkpoints
     ppctl runs prune NAME --keep N  remove a run's checkpoints but the newest N and those kept for
-                                    good (run.checkpoint.keep_every); what was set aside goes too
+                                    good (run.checkpoint.keep_every), and those set aside
 
-DIR is {DEFAULT_DIR} by default. NAME is a path or a name in the list; for show also a part that
-no other name has. A directory named show is ./show. rm asks once, and refuses a run that is
-running, lies outside its directory of runs by a link, or holds files that no run wrote. A run
-directory may be renamed by the shell's mv: show prints the command that resumes it there. With
---json the list has all settings of every run.
+DIR is {DEFAULT_DIR} by default. NAME is a path or a name in the list; for show also a unique part
+of a name. Write ./show for a directory named show. rm asks once, and refuses a run that is running,
+is reached through a symlink, or holds files that no run wrote. A run directory may be moved with
+mv: show prints the command that resumes it there. With --json the list has all settings of every
+run.
 
 Status:
   running          a living process records it
@@ -52,7 +50,7 @@ def parser() -> Parser:
     )
     options.add_argument("--columns", metavar="A,B,...", help=about)
     options.add_argument(
-        "--keep", type=int, metavar="N", help="prune: newest checkpoints that stay"
+        "--keep", type=int, metavar="N", help="prune: number of newest checkpoints to keep"
     )
     about = "rm, prune: do not ask; needed without a terminal"
     options.add_argument("-y", "--yes", action="store_true", help=about)
@@ -83,7 +81,7 @@ def serve(options: argparse.Namespace) -> int:
 def _refuse(options: argparse.Namespace, whose: str, *names: str) -> None:
     given = [f"--{name}" for name in names if getattr(options, name)]
     if given:
-        raise ConfigError(f"{' and '.join(given)}: no option of {whose}. Leave it out.")
+        raise ConfigError(f"{' and '.join(given)}: not an option of {whose}. Leave it out.")
 
 
 def _list(words: list[str], options: argparse.Namespace) -> int:
@@ -135,13 +133,13 @@ def _show(words: list[str], options: argparse.Namespace) -> int:
 
 
 def run_named(word: str) -> tuple[str, Path]:
-    """Return (name, directory) of the run that a word means: a path, or a name in the list."""
+    """Return (name, directory) of the run that a word names: a path, or a name in the list."""
     from ppctl.reports import runs_table
     from ppctl.reports.run_files import find_runs, is_run
 
     top = Path(DEFAULT_DIR)
     if not is_run(Path(word)) and not (top.is_dir() and find_runs(top)):
-        where = f"none is in {DEFAULT_DIR}/ here"
+        where = f"{DEFAULT_DIR}/ has no runs"
         raise ConfigError(f"{word} is no run, and {where}. Give the path of one.")
     return runs_table.find_run(word, [top])
 

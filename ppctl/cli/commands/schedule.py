@@ -1,6 +1,6 @@
-"""`ppctl schedule`: draw, list, compare and check schedules from costs alone; starts no JAX.
+"""`ppctl schedule`: draw, list, compare and check schedules from assumed costs; starts no JAX.
 
-Words in, requests composed, handed to `ppctl.cli.subcommands.schedule_show` and `schedule_curves`.
+The words become composed requests for `ppctl.cli.subcommands.schedule_show` and `schedule_curves`.
 """
 
 import argparse
@@ -20,7 +20,7 @@ SUBCOMMANDS = {
     "list": "every family at one size, with its makespan, bubble and memory vs. the lower bound",
     "compare": "several schedules or files in one table; html and figures: charts on one time axis",
     "curves": "bubble, speedup and memory over ranks and microbatches, as tables or figures",
-    "check": "whether a CSV file holds a valid schedule: exit code 0, or 1 and where the fault is",
+    "check": "check the schedule in a CSV file: exit code 0, or 1 and the place of the fault",
 }
 USAGE = """\
 show    [FILE.csv] [GROUP=OPTION ...] [SETTING=VALUE ...]
@@ -32,7 +32,7 @@ show    [FILE.csv] [GROUP=OPTION ...] [SETTING=VALUE ...]
 NOTES = "\n".join(
     [
         *(f"  {name:8} {about}" for name, about in SUBCOMMANDS.items()),
-        "\nGroups: mesh, schedule, costs, recipes. Of a recipe only these parts count.",
+        "\nGroups: mesh, schedule, costs, recipes. Only these parts of a recipe are read.",
         "`ppctl schedule list` shows every schedule, `ppctl train --help schedule costs` settings.",
     ]
 )
@@ -40,12 +40,12 @@ FORMAT = (
     "text (default), html, svg, pdf, png, json or csv; list: all but html; curves: text, svg, pdf, "
     "png, json"
 )
-OF_CURVES = ("ranks", "microbatches", "kept_mb")  # options
-MOST_SIZES = 1024  # of an axis of curves
+OF_CURVES = ("ranks", "microbatches", "kept_mb")  # options of `curves`
+MOST_SIZES = 1024  # largest number of ranks or microbatches in `curves`
 
 
 class _Words(NamedTuple):
-    """The words of a subcommand: its options, what it names, its overrides, --out."""
+    """The words of a subcommand: options, names of schedules or files, overrides, --out."""
 
     args: argparse.Namespace
     names: list[str]
@@ -63,11 +63,11 @@ def parser() -> Parser:
     about = "curves: sizes likewise (default 1,2,4,8,16,32,64)"
     add("--microbatches", metavar="M", help=about)
     about = (
-        "curves: MB that a rank keeps of a microbatch, for memory in MB instead of activations; "
-        "several, as in 30,10 (all of it, or only the stage's input), are drawn together"
+        "curves: MB of activations that a rank keeps for a microbatch, to show memory in MB; "
+        "several, as in 30,10 (all of them, or only the stage's input), are drawn together"
     )
     add("--kept-mb", metavar="MB", help=about)
-    about = "write to FILE instead of stdout; its ending chooses the format if --format does not"
+    about = "write to FILE instead of stdout; without --format, its ending chooses the format"
     add("--out", metavar="FILE", help=about)
     about = "look for recipes in DIR too (DIR/recipes/x.yaml is recipes=x)"
     add("-cd", "--config-dir", metavar="DIR", help=about)
@@ -76,16 +76,16 @@ def parser() -> Parser:
 
 def serve(args: argparse.Namespace) -> int:
     """Run the requested subcommand; return the exit code."""
-    if args == parser().read([]):  # nothing is requested
+    if args == parser().read([]):  # no words
         parser().print_help()
         return 0
     if args.config_dir is not None and not Path(args.config_dir).is_dir():
         raise ConfigError(f"--config-dir {args.config_dir}: there is no such directory.")
     subcommand, *rest = args.words or [""]
     if subcommand not in SUBCOMMANDS:
-        what = f"{subcommand} is not something that `ppctl schedule` does"
+        what = f"{subcommand} is not a subcommand of `ppctl schedule`"
         hint = did_you_mean(subcommand, SUBCOMMANDS) if subcommand else ""
-        what = what if subcommand else "Say what to do"
+        what = what if subcommand else "`ppctl schedule` needs a subcommand"
         raise ConfigError(f"{what}.{hint} ({', '.join(SUBCOMMANDS)})")
     overrides = [word for word in rest if re.match(r"[^:=]+=|=", word)]
     names = [word for word in rest if word not in overrides]
@@ -94,7 +94,7 @@ def serve(args: argparse.Namespace) -> int:
             shown = f"--{option.replace('_', '-')}"
             raise ConfigError(f"{shown} only goes with `ppctl schedule curves`.")
     if names and subcommand in ("list", "curves"):
-        hint = f" One schedule is schedule={names[0]}." * (subcommand == "curves")
+        hint = f" Use schedule={names[0]}." * (subcommand == "curves")
         raise ConfigError(f"{names[0]} is not KEY=VALUE.{hint}")
     out = None if args.out is None else Path(args.out)
     return _SERVE[subcommand](_Words(args, names, overrides, out))
@@ -130,7 +130,7 @@ def _compare(words: _Words) -> int:
     form = _format(words, schedule_show.FORMATS)
     for word in overrides:
         if word.startswith("schedule="):
-            use = f"`ppctl schedule compare` takes the name only: {word.partition('=')[2]}"
+            use = f"`ppctl schedule compare` takes only the name: {word.partition('=')[2]}"
             raise ConfigError(f"{word}: {use}")
     # 2. the settings that each schedule has
     files = [name for name in names if name.endswith(".csv") and not name.startswith("csv:")]
@@ -158,7 +158,7 @@ def _compare(words: _Words) -> int:
 
 
 def _size_of_files(names: Sequence[str]) -> tuple[int, int]:
-    """Return the ranks and microbatches of schedule files, which must be the same."""
+    """Return the ranks and microbatches of schedule files; ConfigError if they differ."""
     from ppctl.config.schedule_from_config import read_valid
 
     schedules = {name: read_valid(Path(name)) for name in names}
@@ -190,7 +190,7 @@ def _curves(words: _Words) -> int:
 
 
 def _sizes(option: str, text: str) -> list[int]:
-    """Return the numbers of a list of numbers and ranges, ascending.
+    """Return the sorted numbers in a list of numbers and ranges.
 
     >>> _sizes("--ranks", "8,2-4")
     [2, 3, 4, 8]
@@ -255,7 +255,7 @@ def _knobs(family: str) -> set[str] | None:
 
 
 def _families(request: ScheduleConfig, given: set[str]) -> list[ScheduleConfig]:
-    """Return the request with each family in turn, with the given ones of its settings."""
+    """Return the request for each family, with those of the given settings that it has."""
     from ppctl.config.schedule_from_config import settings_of_family
     from ppctl.schedule.families.registry import FAMILIES
 
@@ -276,7 +276,7 @@ def _format(words: _Words, known: Sequence[str]) -> str:
         raise ConfigError(f"--json and --format {args.format} exclude each other.")
     ending = "text" if out is None else out.suffix[1:]
     form = "json" if args.json else args.format or ending
-    forms = [each for each in known if out is None or each != "text"]  # text is printed only
+    forms = [each for each in known if out is None or each != "text"]  # text is only printed
     if form not in forms:
         option = f"--out {out}" if form == ending and out is not None else f"--format {form}"
         hint = did_you_mean(form, forms)

@@ -1,4 +1,4 @@
-"""`ppctl stop`: ask a running run to save and end after its step; its exit code is 0."""
+"""`ppctl stop`: make a running run save and end after its step, with exit code 0."""
 
 import argparse
 import time
@@ -16,8 +16,8 @@ NOTES = """\
     ppctl stop NAME           ask the run, and return
     ppctl stop NAME --wait    and wait until it has ended
 
-NAME is a path, a name in `ppctl runs`, or a part of one. The run may be on another machine, if it
-shares the directory. The same `ppctl train` goes on later."""
+NAME is a path, a name in `ppctl runs`, or a part of one. The run may be on another machine
+that shares the directory. The same `ppctl train` command resumes it later."""
 
 
 def parser() -> Parser:
@@ -41,7 +41,7 @@ def serve(options: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"{path / STOP_FILE} cannot be written: {error.strerror}.") from error
     if not options.json:
-        print(printable(f"{name} saves and ends after its step, {found.steps_text} by now."))
+        print(printable(f"{name} saves and ends after its current step, {found.steps_text}."))
     # 2. its end
     while options.wait and (found := run_summary(name, path)).status == RUNNING:
         time.sleep(POLL_S)

@@ -1,4 +1,4 @@
-"""`ppctl tokenize`: train a tokenizer on text files, a byte-level BPE, without a network."""
+"""`ppctl tokenize`: train a byte-level BPE tokenizer on text files, offline."""
 
 import hashlib
 import time
@@ -18,15 +18,15 @@ def parser() -> Parser:
     usage = "FILE... --vocab-size N --out DIR [OPTIONS]"
     notes = "FILE is a text, .jsonl or .parquet file, a pattern, or a directory; .gz and .zst too."
     options = Parser("tokenize", usage, notes=notes, words="files", nargs="+")
-    about = "tokens, the 256 bytes and the special ones included"
+    about = "number of tokens, including the 256 bytes and the special tokens"
     options.add_argument("--vocab-size", type=int, metavar="N", required=True, help=about)
-    about = "the directory of tokenizer.json and tokenizer_config.json, for data.tokenizer=DIR"
+    about = "directory for tokenizer.json and tokenizer_config.json, for data.tokenizer=DIR"
     options.add_argument("--out", metavar="DIR", required=True, help=about)
     about = "a special token; may be repeated. The first ends documents"
     options.add_argument("--special", action="append", metavar="TOKEN", help=about)
     about = "the field of text or messages in .jsonl and .parquet (default: text)"
     options.add_argument("--field", default="text", metavar="NAME", help=about)
-    about = "at a broken line, row or file (default: stop)"
+    about = "action at a broken line, row or file (default: stop)"
     options.add_argument("--on-error", choices=("stop", "skip"), default="stop", help=about)
     return options
 
@@ -74,7 +74,7 @@ def serve(options: Namespace) -> int:
 
 def _check(vocab_size: int, special: Sequence[str], out: Path) -> None:
     if out.exists() and not out.is_dir():
-        raise ConfigError(f"--out {out} is no directory. Use another.")
+        raise ConfigError(f"--out {out} is not a directory. Use another.")
     if len({*special}) < len(special):
         raise ConfigError("--special names a token twice. Name each once.")
     least = 256 + len(special)

@@ -8,5 +8,5 @@ from ppctl.training.run import train_run as run
 
 
 def train(config: Config, *, words: Sequence[str], as_json: bool) -> int:
-    """Train a config, which the planner predicts first; words: the overrides as typed, stored."""
+    """Train a config after predicting its step; `words`, the overrides as typed, are recorded."""
     return run.train(config, words, predict=predict_step, as_json=as_json)

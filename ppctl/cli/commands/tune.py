@@ -1,4 +1,4 @@
-"""`ppctl tune`: the fastest mesh, schedule, partition, microbatches and remat for n devices."""
+"""`ppctl tune`: find the fastest mesh, schedule, partition, microbatches, remat for n devices."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -13,7 +13,7 @@ from ppctl.planner.show.tune_terminal import show_tuned
 from ppctl.planner.show.tuned_numbers import chosen_number, show_numbers
 from ppctl.training.pipeline.known_hardware import known
 
-POD_RUNS = "/runs"  # mount of the claim in recipes/cluster/jobset.yaml
+POD_RUNS = "/runs"  # mount path of the volume in recipes/cluster/jobset.yaml
 
 
 def tune(config: Config, *, as_json: bool) -> int:
@@ -21,7 +21,7 @@ def tune(config: Config, *, as_json: bool) -> int:
     if isinstance(config.tune.devices, list):
         return _of_several(config, config.tune.devices, as_json=as_json)
     name, launch = config.tune.recipe, config.tune.launch
-    path = None if name is None else own_path(name, ".yaml")  # refused before the search
+    path = None if name is None else own_path(name, ".yaml")  # checked before the search
     script = None if launch is None or name is None else own_path(name, LAUNCHERS[launch].suffix)
     tuned = tune_layouts(config)
     first = tuned.found.best[0] if tuned.found.best else None
@@ -43,7 +43,7 @@ def _of_several(config: Config, numbers: Sequence[int], *, as_json: bool) -> int
     tune, path = config.tune, None
     if tune.days is not None and config.plan.tokens is None:
         raise ConfigError(
-            f"tune.days={tune.days:g} needs the tokens that are trained in these days. Add "
+            f"tune.days={tune.days:g} needs the number of tokens to train on. Add "
             "plan.tokens=1e12 or the like."
         )
     if tune.recipe is not None:
@@ -59,10 +59,10 @@ def _of_several(config: Config, numbers: Sequence[int], *, as_json: bool) -> int
 
 
 def job_words(launch: str, config: Config, name: str) -> list[str]:
-    """Return the overrides of a layout for `ppctl train` in its job, its mesh always.
+    """Return the overrides for `ppctl train` in the job of a layout; the mesh is always stated.
 
-    It runs on the devices that it finds, under the recipe's name; files of --config-dir may be
-    missing there.
+    The job runs on the devices that it finds, under the recipe's name. Hardware of --config-dir is
+    dropped: its file may be missing on the cluster.
     """
     run, usual = config.run, Config()
     name = name if run.name == usual.run.name else run.name

@@ -51,7 +51,7 @@ class Comparison(NamedTuple):
 
 
 def verify(config: Config, *, as_json: bool) -> int:
-    """Return 0 if gradients and train steps are within the dtype's tolerance (float64), else 1."""
+    """Compare gradients and train steps; return 0 if all are within the tolerance, else 1."""
     unkept = keep_compiled(config.run.compilation_cache)
     job = assemble_to_verify(config)
     notes = [note for note in (unkept, *check_job(job)) if note is not None]
@@ -86,7 +86,7 @@ def _document(comparison: Comparison) -> dict[str, Any]:
 
 
 def _show(comparison: Comparison, notes: Sequence[str]) -> None:
-    """Print two tables, other comparisons, and the verdict."""
+    """Print tables of gradients and train steps, other comparisons, and the verdict."""
     job, of_batch, training = comparison
     tolerance = of_batch.tolerance
     console = OutputConsole()
@@ -106,7 +106,7 @@ def _show(comparison: Comparison, notes: Sequence[str]) -> None:
     # 2. train steps
     if training is not None:
         line("")
-        title = "train steps compared with the un-pipelined model's, updated by optax alone"
+        title = "train steps compared with the un-pipelined model's, updated by plain optax"
         rows = (_step_row(step, tolerance) for step in training.steps)
         show_table(console, title, STEP, rows)
         for text in _training_lines(job, training, tolerance):

@@ -1,4 +1,4 @@
-"""`ppctl runs prune`: remove a run's older checkpoints and those set aside, never while it runs."""
+"""`ppctl runs prune`: remove old checkpoints and those set aside, never during the run."""
 
 import os
 import shutil
@@ -19,15 +19,15 @@ from ppctl.reports.terminal_output import show_json, size_text
 def prune(
     names: Sequence[str], top: Path, keep: int | None, *, is_sure: bool, as_json: bool
 ) -> int:
-    """Remove all but the newest `keep` checkpoints of a run, and those kept for good; return 0."""
+    """Remove a run's checkpoints but the newest `keep` and the permanent ones; return 0."""
     if len(names) != 1 or keep is None:
         raise ConfigError(
-            "`ppctl runs prune` needs one run and the number of checkpoints that stay: "
+            "`ppctl runs prune` needs one run and the number of checkpoints to keep: "
             "ppctl runs prune NAME --keep 1."
         )
     if keep < 1:
         raise ConfigError(f"--keep {keep} leaves no checkpoint. Use 1 or more, or `ppctl runs rm`.")
-    # 1. what goes
+    # 1. the checkpoints to remove
     run = checked_run(names[0], top)
     folder = run.path / "checkpoints"
     steps = checkpoint_steps(folder)
@@ -40,9 +40,9 @@ def prune(
     if not gone:
         print(f"{printable(str(run.path))} has nothing to prune: checkpoints of step {stays}.")
         return 0
-    # 2. the question, and the removal
+    # 2. the confirmation, and the removal
     size = sum(disk_bytes(folder / name) or (folder / name).lstat().st_size for name in gone)
-    line = f"{folder}: {few(gone)}, {size_text(size)}; what stays: {stays}"
+    line = f"{folder}: {few(gone)}, {size_text(size)}; kept: {stays}"
     ask([printable(line)], f"Remove {len(gone)} for good?", "prune", is_sure=is_sure)
     try:
         with kept_still(run.path):
@@ -64,7 +64,7 @@ def _listed(folder: Path) -> list[str]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file, or a directory: renamed first, so that nothing reads half a checkpoint."""
+    """Remove a file or directory; a directory is renamed first: nothing reads half a checkpoint."""
     if not path.is_dir() or path.is_symlink():
         path.unlink()
         return

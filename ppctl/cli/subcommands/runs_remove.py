@@ -1,5 +1,5 @@
-"""`ppctl runs rm`: find the runs, ask, and remove them: never while written to, never through a
-link, whole or not at all.
+"""`ppctl runs rm`: find the runs, ask, and remove them whole or not at all: never while a process
+writes to them, never through a symlink.
 """
 
 import errno
@@ -30,9 +30,9 @@ from ppctl.reports.terminal_output import show_json, size_text
 
 
 class _Run(NamedTuple):
-    name: str  # as typed
+    name: str  # name as typed
     path: Path
-    top: Path  # its directory of runs
+    top: Path  # directory of runs that contains it
 
     @property
     def line(self) -> str:
@@ -42,7 +42,7 @@ class _Run(NamedTuple):
 
 
 def remove(names: Sequence[str], top: Path, *, is_sure: bool, as_json: bool) -> int:
-    """Remove runs after all of them are checked; return 0."""
+    """Check all runs, then remove them; return 0."""
     if not names:
         raise ConfigError("`ppctl runs rm` needs the names of runs; `ppctl runs` lists them.")
     found = [checked_run(name, top) for name in names]
@@ -66,20 +66,20 @@ def remove(names: Sequence[str], top: Path, *, is_sure: bool, as_json: bool) -> 
 
 
 def checked_run(name: str, top: Path) -> _Run:
-    """Return the run of this path or whole name, which nothing keeps from being changed."""
+    """Return the run with this path or full name. ConfigError if it must not be changed."""
     found = _find(name, top)
     _check_place(*found)
     return found
 
 
 def _find(name: str, top: Path) -> _Run:
-    """Return the run of this path, or of this whole name in the list."""
+    """Return the run with this path, or with this full name in the list."""
     for path in (Path(name), top / name):
         if name and is_run(path):
             path = Path(os.path.normpath(path))
             return _Run(name, path, top if _is_below(path, top) else path.parent)
     found, _ = find_run(name, [top])
-    raise ConfigError(f"{name} is no run.{suggested([found])} Here a name has to be whole.")
+    raise ConfigError(f"{name} is no run.{suggested([found])} Use a full name or a path.")
 
 
 def _is_below(path: Path, top: Path) -> bool:
@@ -87,11 +87,11 @@ def _is_below(path: Path, top: Path) -> bool:
 
 
 def ask(lines: Sequence[str], question: str, action: str, *, is_sure: bool) -> None:
-    """Ask on the terminal unless `is_sure`. ConfigError without one, DeclinedError after a no."""
+    """Ask on the terminal unless `is_sure`. ConfigError without a terminal, DeclinedError on no."""
     if is_sure:
         return
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        reason = f"`ppctl runs {action}` asks first, and there is no terminal to ask on."
+        reason = f"`ppctl runs {action}` asks first, but it has no terminal."
         raise ConfigError(f"{reason} Add --yes.")
     print("\n".join(lines), f"{question} [y/N] ", sep="\n", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
@@ -99,32 +99,32 @@ def ask(lines: Sequence[str], question: str, action: str, *, is_sure: bool) -> N
 
 
 def _check_place(name: str, path: Path, top: Path) -> None:
-    """Raise ConfigError for a run to keep: out of `top` by a link, with more runs, or running."""
+    """Raise ConfigError for a run that is in use, holds runs, or leaves `top` by a symlink."""
     real = Path(os.path.realpath(path))
     below = Path(os.path.relpath(os.path.abspath(path), os.path.abspath(top)))
     if Path(os.path.realpath(top)) / below != real:
-        remedy = "Name that path, if it is what you mean."
-        raise ConfigError(f"{name} lies behind a link, in {real}. {remedy}")
+        remedy = "Name that path instead."
+        raise ConfigError(f"{name} is a symlink or below one; the run is in {real}. {remedy}")
     if Path(os.path.realpath(os.curdir)).is_relative_to(real):
         remedy = "Go to another directory first."
-        raise ConfigError(f"{name} is where this command runs, and stays. {remedy}")
+        raise ConfigError(f"{name} contains the current directory. {remedy}")
     inner = [each for each, place in find_runs(path) if place != path]
     if inner:
-        what = f"{name} holds {len(inner)} more runs, and stays: {few(inner)}"
+        what = f"{name} contains {len(inner)} more runs: {few(inner)}"
         raise ConfigError(f"{what}. Remove these first.")
     if run_summary(name, path).status == RUNNING:
         raise alive(name, held_by(path))
 
 
 def _check_files(name: str, path: Path) -> None:
-    """Raise ConfigError where not all of a run directory can be removed, or is a run's."""
+    """Raise ConfigError if a run directory holds foreign files or cannot be removed whole."""
     ours = {*WRITTEN, *OF_TRACKERS, REPORT, LOG, SUBMITTED_LOG, SUBMITTED}
     ours |= {f".{own}.part" for own in ours}
     try:
         others = sorted({*os.listdir(path)} - ours)
         if others:
-            what = f"{name} holds what no run wrote, and stays: {few(others)}"
-            raise ConfigError(f"{what}. Move that away first.")
+            what = f"{name} holds files that no run wrote: {few(others)}"
+            raise ConfigError(f"{what}. Move them away first.")
         for folder, folders, files in os.walk(path, onerror=_raise):
             if (folders or files) and not os.access(folder, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder)
@@ -138,10 +138,10 @@ def _raise(error: OSError) -> None:
 
 
 def remove_run(name: str, path: Path) -> None:
-    """Remove a run directory: rename it, by which it is no run any more, then delete it.
+    """Remove a run directory: rename it, so that it is no longer a run, then delete it.
 
-    Raises ConfigError where a process writes to it or it cannot be renamed, and then all of it is
-    as it was; or where its remains cannot be deleted, which are named.
+    ConfigError if a process writes to it or it cannot be renamed; the run is then unchanged.
+    ConfigError that names the remains if they cannot be deleted.
     """
     remains = path.with_name(f"{REMOVED}{path.name}-{os.getpid()}")
     try:
@@ -153,14 +153,14 @@ def remove_run(name: str, path: Path) -> None:
         remedy = "Make its directory writable, or leave it."
         raise ConfigError(f"{name} cannot be removed: {error.strerror}. {remedy}") from error
     try:
-        shutil.rmtree(remains)  # follows no link
+        shutil.rmtree(remains)  # follows no symlink
     except OSError as error:
         what = f"{name} is removed, but {error.filename} cannot be deleted: {error.strerror}"
         raise ConfigError(f"{what}. Delete {remains} yourself.") from error
 
 
 def alive(name: str, pid: int | None) -> ConfigError:
-    """Return the error for a run that a process records."""
+    """Return the error for a run that a process is recording."""
     how = "where it was started" if pid is None else f"kill -INT {pid}, which saves"
     who = "a process" if pid is None else f"process {pid}"
-    return ConfigError(f"{name} is running, recorded by {who}, and stays. End it first: {how}.")
+    return ConfigError(f"{name} is running, recorded by {who}. End it first: {how}.")

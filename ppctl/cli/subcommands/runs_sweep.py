@@ -22,13 +22,13 @@ from ppctl.reports.terminal_output import OutputConsole, show_json, show_lines, 
 
 
 def find_sweep(name: str, tops: Sequence[Path]) -> Path | None:
-    """Return the directory of the sweep of this path, or of this name below `tops`, if any."""
+    """Return the sweep directory with this path, or with this name below `tops`, else None."""
     places = filter(os.path.isdir, (Path(name), *(top / name for top in tops)))
     return next((place for place in places if is_sweep(place) and not is_run(place)), None)
 
 
 def jobs_without_runs(top: Path) -> list[RunSummary]:
-    """Return the jobs of a sweep that left no run: not started, or refused. [] for no sweep."""
+    """Return the jobs of a sweep without a run: not started, or refused. [] if not a sweep."""
     summaries = []
     for each in read_sweep(top):
         place = each.job.run_dir
@@ -40,7 +40,7 @@ def jobs_without_runs(top: Path) -> list[RunSummary]:
 
 
 def report_sweep(directory: Path, out: str | None, *, as_json: bool) -> int:
-    """Write the page of a sweep as it is now; return 0."""
+    """Write the page of a sweep's current state; return 0."""
     check_inside(directory, FILES, "run.dir")
     file = place_of(out or str(directory / FILES[1]), [])
     write_file(str(file), file, sweep_page(directory, read_sweep(directory), file))
@@ -50,7 +50,8 @@ def report_sweep(directory: Path, out: str | None, *, as_json: bool) -> int:
 
 
 def show_sweep(directory: Path, *, as_json: bool) -> int:
-    """Show a sweep; return 0."""
+    """Print a sweep; return 0."""
+    # 1. the best jobs, axes, errors and files
     results = read_sweep(directory)
     best = best_of(results)
     axes: dict[str, dict[str, None]] = {}
@@ -62,6 +63,7 @@ def show_sweep(directory: Path, *, as_json: bool) -> int:
         for error, jobs in equal_errors(results).items()
     ]
     files = [str(directory / name) for name in FILES if (directory / name).is_file()]
+    # 2. the JSON document
     if as_json:
         counts = Counter(each.status for each in results)
         jobs = [
@@ -81,6 +83,7 @@ def show_sweep(directory: Path, *, as_json: bool) -> int:
             }
         )
         return 0
+    # 3. the terminal
     console = OutputConsole()
     lines = [("sweep", str(directory))]
     lines += [("axis", f"{key}: {', '.join(values)}") for key, values in axes.items()]

@@ -1,4 +1,4 @@
-"""`ppctl schedule curves`: a schedule over more ranks and microbatches. Loads no jax."""
+"""`ppctl schedule curves`: a schedule over several ranks and microbatches. Loads no JAX."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,31 +17,31 @@ from ppctl.reports.terminal_output import OutputConsole, show_lines, show_table
 from ppctl.schedule.simulator import simulate
 
 FORMATS = ("text", "json", *FORMS)
-MOST_LINES = 16  # in a figure
+MOST_LINES = 16  # lines in a figure
 
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """One size of a schedule, simulated. Activations: of a microbatch through 1/num_ranks."""
+    """A schedule simulated at one size. One activation: of a microbatch through 1/num_ranks."""
 
     num_ranks: int
     num_microbatches: int
     makespan_s: float
     bubble_fraction: float
-    speedup: float  # over one rank that does all the work
-    peak_activations: float  # of the rank that holds most
-    all_activations: float  # of all ranks, each at its peak
+    speedup: float  # times as fast as one rank that does all the work
+    peak_activations: float  # activations of the rank that holds most
+    all_activations: float  # sum of the peaks of all ranks
 
 
 @dataclass(frozen=True)
 class CurveGrid:
-    """The points of all sizes, and why others failed. kept_mb: MB a rank keeps of a microbatch."""
+    """The points of all sizes, and the errors of the others. kept_mb: MB kept for a microbatch."""
 
     title: str
     over: Literal["ranks", "microbatches"]  # the x axis; the other one tells lines apart
     kept_mb: Sequence[float]
     points: Sequence[CurvePoint]
-    lines: Mapping[str, Sequence[tuple[int, CurvePoint | None]]]  # by name; None: no such schedule
+    lines: Mapping[str, Sequence[tuple[int, CurvePoint | None]]]  # by name; None: impossible size
     refused: Mapping[tuple[int, int], str]
 
 
@@ -51,7 +51,7 @@ def curve_grid(
     microbatches: Sequence[int],
     kept_mb: Sequence[float],
 ) -> CurveGrid:
-    """Return the schedule of a request at all these sizes; the longer axis is drawn along x."""
+    """Return the requested schedule at all sizes; the axis with more sizes is x."""
     if isinstance(request.schedule, settings.Csv):
         use = "Name a family, as in schedule=gpipe."
         raise ConfigError(f"schedule=csv has the size of its file. {use}")
@@ -68,7 +68,7 @@ def curve_grid(
     # 2. the lines
     if not cells:
         why = next(iter(refused.values()))
-        raise ScheduleError(f"{request.schedule.name} has none of these sizes. {why}")
+        raise ScheduleError(f"{request.schedule.name} is impossible at all of these sizes. {why}")
     lines: dict[str, list[tuple[int, CurvePoint | None]]]
     if len(microbatches) >= len(ranks):
         over = "microbatches"
@@ -81,7 +81,7 @@ def curve_grid(
 
 
 def show_curves(found: CurveGrid, form: str, out: Path | None) -> int:
-    """Show a grid in one of FORMATS, to a file or to stdout."""
+    """Write a grid in one of FORMATS, to a file or to stdout."""
     if form == "json":
         cells = [_document(point, found.kept_mb) for point in found.points]
         names = "num_ranks", "num_microbatches", "why"
@@ -117,7 +117,7 @@ def _document(cell: CurvePoint, kept_mb: Sequence[float]) -> dict[str, object]:
 
 
 def _panels(found: CurveGrid) -> Iterator[Panel]:
-    """Yield the four figures; those of memory have a line for each size of kept_mb."""
+    """Yield the four figures; the memory figures have a line for each size of kept_mb."""
     of_memory = [(mb, f", {number_text(mb)} MB") for mb in found.kept_mb] or [(1.0, "")]
     unit = "MB" if found.kept_mb else "activations"
     for title, of, name, scales in (

@@ -1,4 +1,4 @@
-"""`ppctl schedule`: schedules drawn, listed, compared, checked from costs. Loads no jax."""
+"""`ppctl schedule`: draw, list, compare and check schedules from costs. Loads no JAX."""
 
 import csv
 import inspect
@@ -30,7 +30,7 @@ LIST_FORMATS = ("text", *FORMS, "json", "csv")
 
 
 def show_drawing(drawing: Drawing, form: str, out: Path | None) -> int:
-    """Draw one schedule in one of FORMATS, to a file or to stdout."""
+    """Draw one schedule in one of FORMATS to a file, or to stdout if `out` is None; return 0."""
     if form == "text":
         show_gantt(OutputConsole(), drawing)
         return 0
@@ -38,7 +38,7 @@ def show_drawing(drawing: Drawing, form: str, out: Path | None) -> int:
 
 
 def show_comparison(configs: Sequence[settings.ScheduleConfig], form: str, out: Path | None) -> int:
-    """Show several schedules in one table, in one of FORMATS; html and figures: charts."""
+    """Write several schedules as a table (text, csv), charts (html, images) or JSON; return 0."""
     drawings = list(map(draw, configs))
     rows = list(map(table_row, drawings))
     if form == "text":
@@ -60,7 +60,10 @@ def list_families(
     form: str,
     out: Path | None,
 ) -> int:
-    """Show every family at the size of `request`, with its formulas, or why it is refused."""
+    """Write each family with its formulas, or why it refuses the size of `request`; return 0.
+
+    each: the requests, one for each family.
+    """
     # 1. the families
     rows, drawings = list[dict[str, Any]](), list[Drawing]()
     refused, order = dict[str, str](), list(FAMILIES)
@@ -110,7 +113,7 @@ def check_file(path: Path) -> int:
 
 
 def draw(request: settings.ScheduleConfig) -> Drawing:
-    """Return the requested schedule with its costs. ScheduleError where it is too large."""
+    """Return the requested schedule, simulated. ScheduleError if it is too large."""
     check_size(request)
     requested = schedule_of(request.schedule, request.mesh.pp, costs_on(request))
     timeline = simulate(requested.schedule, costs_of(request.costs))
@@ -128,7 +131,7 @@ def check_size(request: settings.ScheduleConfig) -> None:
 
 
 def _formulas(request: settings.ScheduleConfig) -> tuple[float | None, float | None]:
-    """Return makespan and peak by the family's closed forms, or None."""
+    """Return (makespan in seconds, peak activations) by the family's closed forms, else None."""
     family, knobs = FAMILIES[request.schedule.name], request.schedule.knobs()
     sizes = request.mesh.pp, request.schedule.num_microbatches
     peak = family.peak_activations(*sizes, **knobs)
@@ -136,7 +139,7 @@ def _formulas(request: settings.ScheduleConfig) -> tuple[float | None, float | N
 
 
 def formulas(family: str) -> str:
-    """Return a family's closed forms, as its docstring states them: bubble or makespan, peak.
+    """Return a family's closed forms from its docstring: bubble or makespan, and peak.
 
     >>> formulas("gpipe")
     'Bubble (p-1)(F+B); bubble fraction (p-1)/(m+p-1); peak activations m on every rank'
@@ -148,19 +151,19 @@ def formulas(family: str) -> str:
 
 
 def costs_of(costs: settings.Costs) -> Costs:
-    """Return the costs that a request assumes for 1/p of the layers, for the simulator."""
+    """Return costs for the simulator, with activations in bytes; both are for 1/p of the layers."""
     seconds = costs.forward_s, costs.input_grad_s, costs.weight_grad_s, costs.transfer_s
     return Costs(*seconds, activation_bytes=costs.activation_gib * GIB)
 
 
 def costs_on(request: settings.ScheduleConfig) -> CostsOf:
-    """Return the costs that a request assumes, the same for any placement of stages."""
+    """Return the request's costs as a function of the placement: the same for any placement."""
     fixed_bytes = (request.costs.fixed_gib * GIB,) * request.mesh.pp
     return lambda rank_of: Placed(costs_of(request.costs), fixed_bytes)
 
 
 def costs_text(costs: settings.Costs) -> str:
-    """Return the costs that a request assumes, in words."""
+    """Return the request's costs as text."""
     return (
         f"F={costs.forward_s:g} I={costs.input_grad_s:g} W={costs.weight_grad_s:g} "
         f"c={costs.transfer_s:g} s"
@@ -172,7 +175,7 @@ def _size_of(request: settings.ScheduleConfig) -> str:
 
 
 def deliver(content: str | bytes, out: Path | None) -> int:
-    """Write `content` to a file or to stdout; bytes are for a file only."""
+    """Write text or bytes to a file, or to stdout if `out` is None; return 0."""
     if out is None:
         if isinstance(content, bytes):
             sys.stdout.buffer.write(content)

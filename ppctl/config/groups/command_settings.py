@@ -21,18 +21,19 @@ from ppctl.errors import ConfigError
 from ppctl.schedule.mesh_axes import STAGE_AXES, axes_record
 from ppctl.schedule.remat import Remat
 
-Tokens = Annotated[float, partial(within, least=1, most=1e18)]  # a million times a large run's
+# the largest runs train on about 1e13 tokens: more than 1e18 is a typing error
+Tokens = Annotated[float, partial(within, least=1, most=1e18)]
 TOPOLOGY = re.compile(r"\w+:\d+(x\d+){1,2}")
 
 
 def _is_number(key: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ConfigError(f"{key}={value} is no number of devices, such as 64, or [64,128,256].")
+        raise ConfigError(f"{key}={value} is not a number of devices, such as 64, or [64,128,256].")
 
 
 @dataclass
 class Launch(Settings):
-    """Local processes of `ppctl train`, which the command starts and watches without JAX."""
+    """Local processes that `ppctl train` starts and watches without JAX."""
 
     processes: Count = 1  # local processes that share the mesh's devices evenly
     max_restarts: Natural = 0  # restarts of a crashed run from its newest checkpoint
@@ -45,7 +46,7 @@ class Launch(Settings):
 
 
 def not_launched() -> list[str]:
-    """Return the overrides that make any request launch nothing."""
+    """Return the overrides that turn off launching in any request."""
     return [f"launch.{each.name}={each.default}" for each in fields(Launch)]
 
 
@@ -62,15 +63,15 @@ class Verify(Settings):
 class Plan(Settings):
     """The programs that `ppctl plan` compiles, the memory of a device, and a page to write."""
 
-    # compile the train step too, for the compiler's plan of memory; None: with plan.topology
+    # compile the train step, for the memory that it needs; None: only with plan.topology
     compile: bool | None = None
-    # devices to compile for: TPUs, v5e:16x16; GPUs, hosts x GPUs a host, h100:2x8
+    # devices to compile for: TPUs as v5e:16x16, GPUs as hosts x GPUs per host: h100:2x8
     topology: str | None = None
-    # and tune: memory of a device; None: as hardware or the device states
+    # memory of a device, for tune too; None: as stated by hardware or the device
     memory_gib: Positive | None = None
-    # and tune: to train on; adds days, device-hours and energy; None: only a step
+    # tokens to train on, for tune too: adds days, device-hours and energy; None: only a step
     tokens: Tokens | None = None
-    html: str | None = None  # and rehearse: file of a self-contained page for browsers
+    html: str | None = None  # file of a self-contained page for browsers, for rehearse too
 
     KEY = "plan"
 
@@ -79,22 +80,22 @@ class Plan(Settings):
         if self.topology is not None and TOPOLOGY.fullmatch(self.topology) is None:
             raise ConfigError(
                 f"plan.topology={self.topology} is not a topology. Write the kind of chip and its "
-                "number each way (v5e:4x4, v5p:2x2x2); of GPUs hosts x GPUs of a host (h100:2x8)."
+                "number each way (v5e:4x4, v5p:2x2x2); for GPUs hosts x GPUs a host (h100:2x8)."
             )
 
     @property
     def compiles(self) -> bool:
-        """Whether to compile: as requested, by default only for a topology."""
+        """Whether to compile: plan.compile, by default only for a topology."""
         return self.topology is not None if self.compile is None else self.compile
 
     @property
     def only_predicts_topology(self) -> bool:
-        """Whether a topology is only predicted for, without a compiler of its devices."""
+        """Whether to predict for a topology without the compiler of its devices."""
         return self.topology is not None and not self.compiles
 
     @property
     def topology_shape(self) -> tuple[int, ...]:
-        """The chips of the topology each way; of GPUs the hosts and the GPUs of a host.
+        """The chips of the topology each way; for GPUs (hosts, GPUs a host).
 
         >>> Plan(topology="h100:2x8").topology_shape
         (2, 8)
@@ -108,20 +109,20 @@ class Tune(
     axes_record(STAGE_AXES, list[Count] | None, None, "sizes of mesh.{name}; None: {tuned_about}"),
     Settings,
 ):
-    """The search of a layout: its devices and choices, and the recipe that it writes."""
+    """The search for a layout: its devices and choices, and the recipe that it writes."""
 
-    # how many, or several numbers for a table of the best of each; None: those of the mesh
+    # number of devices, or a list: a table of the best layout for each; None: the mesh's
     devices: Annotated[Any, _is_number, MOST_DEVICES] = None
-    days: Positive | None = None  # to train plan.tokens; the fewest of tune.devices that suffice
-    schedules: list[str] | None = None  # families; None: all of the executor
+    days: Positive | None = None  # limit of days for plan.tokens: chooses the fewest tune.devices
+    schedules: list[str] | None = None  # families; None: all that the executor runs
     # values of executor.remat; None: all
     remat: list[Annotated[str, one_of(*Remat)]] | None = None
-    max_chunks: MaxChunks = 4  # stages a rank, at most
-    # values of schedule.vocab; None: all of executor and model
+    max_chunks: MaxChunks = 4  # maximum stages per rank
+    # values of schedule.vocab; None: all that executor and model support
     vocab: list[Annotated[str, one_of(*Schedule.VOCAB)]] | None = None
     best: Annotated[int, up_to(1000, "each is built to be predicted")] = 10  # layouts shown
-    measure: Natural = 0  # of the best: run for a few steps, and ranked by measured step time
-    recipe: str | None = "tuned"  # the best layout goes to ./recipes/NAME.yaml; None: to no file
+    measure: Natural = 0  # best layouts run for a few steps and ranked by measured step time
+    recipe: str | None = "tuned"  # name of the best layout's ./recipes/NAME.yaml; None: no file
     # job script written next to the recipe: slurm | kubernetes | tpu
     launch: Annotated[str, one_of("slurm", "kubernetes", "tpu")] | None = None
 
@@ -139,8 +140,8 @@ class Tune(
         if several and (self.measure or self.launch):
             one = "measure" if self.measure else "launch"
             raise ConfigError(
-                f"tune.{one}={getattr(self, one)} is of one number of devices, not of "
-                f"tune.devices={self.devices}. Leave it out, or name one number."
+                f"tune.{one}={getattr(self, one)} needs one number of devices, but "
+                f"tune.devices={self.devices} has several. Leave it out, or name one number."
             )
         if self.measure > self.best:
             raise ConfigError(
@@ -171,8 +172,8 @@ class Inspect(Settings):
 
 # --- `--multirun`: `hydra/launcher=` and `hydra/sweeper=` ----------------------------------------
 
-SIGNAL_DELAY_S = 120  # before a submitted job's time ends: enough to save a large checkpoint
-SMALLER_IS_BETTER = {  # the numbers of a run that a search may be for
+SIGNAL_DELAY_S = 120  # seconds before a submitted job's time limit: enough for a large checkpoint
+SMALLER_IS_BETTER = {  # metrics of a search
     "final_loss": True,
     "eval_loss": True,
     "step_time_s": True,
@@ -184,9 +185,9 @@ SMALLER_IS_BETTER = {  # the numbers of a run that a search may be for
 
 @dataclass
 class SideBySide(Settings):
-    """Jobs are processes of the sweep's own process, and end with it."""
+    """Jobs are child processes of the sweep, and end with it."""
 
-    jobs: Count = 1  # side by side
+    jobs: Count = 1  # jobs side by side
 
     KEY = "hydra.launcher"
 
@@ -195,22 +196,22 @@ class SideBySide(Settings):
 class SubmititSlurm(Settings):
     """Jobs are queued in Slurm and outlive the sweep."""
 
-    # at once at most; None: Slurm decides, and one at a time with hydra/sweeper=optuna
+    # maximum jobs at once; None: Slurm decides, but one at a time with hydra/sweeper=optuna
     jobs: Count | None = None
     partition: str | None = None
     account: str | None = None
-    # minutes; shortly before their end a job saves and is queued again
+    # time limit in minutes; shortly before it, a job saves and is queued again
     time: Annotated[int, partial(at_least, least=SIGNAL_DELAY_S // 60 + 1)] = 60
-    nodes: Count = 1  # of a job; with several tasks use run.distributed=auto
+    nodes: Count = 1  # nodes of a job; with several tasks use run.distributed=auto
     gpus_per_node: Natural | None = None
     cpus_per_task: Count | None = None
-    # others of sbatch: qos, mem, gres
+    # further parameters of sbatch: qos, mem, gres
     additional_parameters: dict[str, Any] = field(default_factory=dict[str, Any])
 
     KEY = "hydra.launcher"
 
     def parameters(self) -> dict[str, Any]:
-        """Return the parameters of submitit's executor, the number of tasks a node among them."""
+        """Return the parameters of submitit's executor, including the tasks per node."""
         more = {"job_name": "ppctl", **self.additional_parameters}
         parameters = {k: v for k, v in vars(self).items() if k != "jobs" and v is not None}
         parameters |= {"signal_delay_s": SIGNAL_DELAY_S, "additional_parameters": more}
@@ -227,12 +228,13 @@ class Combinations:
 
 @dataclass
 class Search(Settings):
-    """Values are not all combined, but chosen by Optuna, job after job."""
+    """Optuna chooses the values, job after job, instead of all combinations."""
 
-    n_trials: Count = 20  # jobs in all, those of earlier starts included
-    # or eval_loss, step_time_s, memory_bytes: to be small; tokens_per_s, rows_per_s: large
+    n_trials: Count = 20  # jobs in all, including those of earlier starts
+    # minimized: final_loss, eval_loss, step_time_s, memory_bytes;
+    # maximized: tokens_per_s, rows_per_s
     metric: Annotated[str, one_of(*SMALLER_IS_BETTER)] = "final_loss"
-    seed: Natural = 0  # of Optuna's sampler
+    seed: Natural = 0  # seed of Optuna's sampler
 
     KEY = "hydra.sweeper"
 

@@ -25,36 +25,36 @@ class Data(Settings):
     """Settings of every data set."""
 
     name: str = "???"
-    # global: examples (sequences, for text) a step
+    # global batch: examples (sequences, for text) per step
     batch_size: Annotated[int, up_to(2**24, "a batch is put together on a host")] = 32
-    eval_fraction: Rate = 0.05  # held out for evaluation
+    eval_fraction: Rate = 0.05  # share held out for evaluation
 
     KEY = "data"
 
 
 @dataclass
 class Stdlib(Data):
-    """Text of the Python standard library's own sources: on every machine, no download."""
+    """The sources of Python's standard library: on every machine, no download."""
 
     name: str = "stdlib"
-    cache_dir: str = "~/.cache/ppctl"  # where the tokenized memmap is kept
-    # bytes | a tokenizer.json | a directory with one; None: that of run.start_from, else bytes
+    cache_dir: str = "~/.cache/ppctl"  # directory of the tokenized memmap
+    # bytes | a tokenizer.json | a directory with one; None: run.start_from's, else bytes
     tokenizer: str | None = None
-    # after each document; None: the tokenizer's eos_token; of bytes the byte 0
+    # token after each document; None: the tokenizer's eos_token, or the byte 0 for bytes
     end_token: str | None = None
-    # true: whole documents in a sequence, separated in attention; false: windows over all
+    # true: whole documents in a sequence, separated in attention; false: windows over all tokens
     packing: bool = False
 
 
 @dataclass
 class TextFiles:
-    """Files of text, and where their documents are."""
+    """Text files, and where in them the documents are."""
 
     path: str = "???"  # a file, a pattern such as data/*.jsonl.gz, or a directory
     # column of JSON lines and Parquet: a document's text, or a list of chat messages
     field: str = "text"
-    prompt_field: str | None = None  # likewise: a text before it, read but not learned
-    # of plain text: file | paragraph | line
+    prompt_field: str | None = None  # column with a prompt, put before the text; not a target
+    # unit of a document in plain text: file | paragraph | line
     document: Annotated[str, one_of("file", "paragraph", "line")] = "file"
 
 
@@ -62,35 +62,35 @@ class TextFiles:
 class UserText(Stdlib):
     """Text of the user's files."""
 
-    # at a broken line, row or file: stop | skip
+    # action at a broken line, row or file: stop | skip
     on_error: Annotated[str, one_of("stop", "skip")] = "stop"
 
 
 @dataclass
 class Text(TextFiles, UserText):
-    """Text of files: plain, JSON lines, Parquet."""
+    """Text from plain, JSON-lines or Parquet files."""
 
     name: str = "text"
     eval_path: str | None = None  # held-out files, instead of data.eval_fraction
 
     def check(self) -> None:
         super().check()
-        _check_held_out(self)
+        _check_held_out(self.eval_path, self.eval_fraction)
 
 
 @dataclass
 class Part(TextFiles):
-    """A part of a mixture: files as of data=text, and how often they come."""
+    """A part of a mixture: files, as in data=text, and their weight."""
 
     weight: Positive = 1.0
 
 
 @dataclass
 class Mixture(UserText):
-    """Text of several parts by weights, each with files as data=text, and one tokenizer."""
+    """Text of several weighted parts, each with files as in data=text; all share a tokenizer."""
 
     name: str = "mixture"
-    # [{path: PATH, weight: 0.7}, ...], and field, ... of each
+    # [{path: PATH, weight: 0.7}, ...]; each may have field, ... too
     parts: list[Part] = field(default_factory=list[Part])
 
     def check(self) -> None:
@@ -109,22 +109,21 @@ class Tokens(Data):
     name: str = "tokens"
     path: str = "???"
     eval_path: str | None = None  # held-out files, instead of data.eval_fraction
-    # of a raw .bin file: uint8 | uint16 | int32 | uint32
+    # dtype of a raw .bin file: uint8 | uint16 | int32 | uint32
     dtype: Annotated[str, one_of("uint8", "uint16", "int32", "uint32")] = "uint16"
-    # that made the ids: a tokenizer.json, a directory with one, or bytes; None: of run.start_from
+    # tokenizer of the ids: a tokenizer.json, a directory with one, or bytes; None: run.start_from's
     tokenizer: str | None = None
     vocab_size: VocabSize | None = None  # None: the tokenizer's, else the largest id plus one
 
     def check(self) -> None:
         super().check()
-        _check_held_out(self)
+        _check_held_out(self.eval_path, self.eval_fraction)
 
 
-def _check_held_out(data: Data) -> None:
-    path, share = getattr(data, "eval_path"), data.eval_fraction  # noqa: B009
+def _check_held_out(path: str | None, share: float) -> None:
     if path is not None and share != Data.eval_fraction:
         raise ConfigError(
-            f"data.eval_fraction={share} holds out a share of data.path, and data.eval_path={path} "
+            f"data.eval_fraction={share} holds out a share of data.path, but data.eval_path={path} "
             "is held out instead. Leave out one of them."
         )
 

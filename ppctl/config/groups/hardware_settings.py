@@ -30,8 +30,8 @@ class Network:
     """The network that joins hosts."""
 
     host_devices: Count  # devices of a host, joined by links
-    bytes_per_s: Positive  # one way, from a device to one of another host
-    latency_s: NotNegative  # seconds a message to another host
+    bytes_per_s: Positive  # one way, from a device to one on another host
+    latency_s: NotNegative  # seconds per message to another host
 
 
 def _capability(key: str, value: object) -> None:
@@ -47,14 +47,14 @@ class Cuda:
     cores: Count  # streaming multiprocessors
     fp32_per_core: Count  # float32 lanes
     clock_ghz: Positive
-    memory_bytes: Annotated[int, above_zero]  # as CUDA states it
+    memory_bytes: Annotated[int, above_zero]  # bytes of memory as CUDA states them
     l2_bytes: Count
     shared_bytes_per_core: Count  # shared memory
 
 
 @dataclass
 class AutoHardware(Settings):
-    """The hardware that the devices say they are, or that plan.topology names."""
+    """The hardware of the attached devices, or of plan.topology."""
 
     name: str = "auto"
 
@@ -66,25 +66,27 @@ class Hardware(Settings):
     """Speeds and memory of one device (as JAX counts devices), and of its links to others."""
 
     name: str
-    device_kinds: list[str]  # as jax.Device.device_kind names it
+    device_kinds: list[str]  # values of jax.Device.device_kind
     peak_flops: dict[str, Positive]  # dense FLOP/s by dtype of compute
     reached: dict[str, Positive]  # shares of the peaks, 0..1, see REACHED
-    memory_bytes_per_s: Positive  # bytes a second of the device memory
+    memory_bytes_per_s: Positive  # bandwidth of the device memory
     link_bytes_per_s: Positive  # one way, from a device to its neighbour (NVLink, ICI)
-    link_latency_s: NotNegative  # seconds a message to a neighbour
-    task_s: NotNegative  # to start a task or a tick, its work not included
-    memory_gib: Positive | None = None  # that programs can use; None: a share of the machine's
-    # of hosts: {host_devices: 8, bytes_per_s: 50e9, latency_s: 2e-5}; None: links join all devices
+    link_latency_s: NotNegative  # seconds per message to a neighbour
+    task_s: NotNegative  # seconds to start a task or a tick, without its work
+    memory_gib: Positive | None = None  # GiB available to programs; None: a share of the machine's
+    # network of hosts: {host_devices: 8, bytes_per_s: 50e9, latency_s: 2e-5};
+    # None: links join all devices
     network: Any = None
-    # of NVIDIA GPUs: for their compiler, and tiles of matrix products; as in conf/hardware/h100
+    # properties of NVIDIA GPUs, for their compiler and for tiles of matrix products;
+    # example: conf/hardware/h100
     cuda: Any = None
-    power_w: Positive | None = None  # maximum of one device, by its maker; None: unknown
+    power_w: Positive | None = None  # maximum watts of one device, by its maker; None: unknown
 
     KEY = "hardware"
 
     @property
     def hosts(self) -> Network | None:
-        """The values in `network`. ConfigError where one is missing or unknown."""
+        """The values in `network`. ConfigError if one is missing or unknown."""
         network = self.network
         return None if network is None else settings_from(Network, network, "hardware.network")
 
@@ -95,7 +97,7 @@ class Hardware(Settings):
 
     @property
     def gpu(self) -> Cuda | None:
-        """The properties in `cuda`. ConfigError where one is missing or unknown."""
+        """The properties in `cuda`. ConfigError if one is missing or unknown."""
         return None if self.cuda is None else settings_from(Cuda, self.cuda, "hardware.cuda")
 
     def check(self) -> None:

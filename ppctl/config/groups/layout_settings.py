@@ -20,7 +20,7 @@ ORDERS = ("auto", *map("-".join, permutations(OUTER)))
 class Mesh(axes_record(kind=Devices), Settings):
     """Devices along each axis. `mesh=2x4x2` is dp x pp x fsdp; three more are ep, tp and cp."""
 
-    # axes that go over hosts (slices, of TPUs) first; auto: pp-dp-fsdp over several
+    # order of the axes over hosts (TPU slices); auto: pp-dp-fsdp over several hosts
     order: Annotated[str, one_of(*ORDERS)] = "auto"
 
     KEY = "mesh"
@@ -35,12 +35,12 @@ class Mesh(axes_record(kind=Devices), Settings):
 
     @property
     def text(self) -> str:
-        """The sizes as one types them, without those at the end that are 1."""
+        """The sizes as typed after `mesh=`, without trailing sizes of 1."""
         return mesh_text(vars(self))
 
     @property
     def axes_text(self) -> str:
-        """The axes with their sizes, those inside a stage where they divide anything."""
+        """The axes with their sizes; axes inside a stage only with a size above 1."""
         return axes_text(vars(self))
 
 
@@ -49,7 +49,7 @@ class Mesh(axes_record(kind=Devices), Settings):
 
 @dataclass
 class Uniform(Settings):
-    """As many layers on each stage, or one more on the first ones."""
+    """Equally many layers on each stage, or one more on the first ones."""
 
     name: str = "uniform"
 
@@ -58,7 +58,7 @@ class Uniform(Settings):
 
 @dataclass
 class Balanced(Uniform):
-    """The least work on the largest stage, in FLOPs of layers, embedding and head."""
+    """The division with the fewest FLOPs on the largest stage; embedding and head count too."""
 
     name: str = "balanced"
 
@@ -68,7 +68,7 @@ class Explicit(Uniform):
     """The stated layers of each stage: [3,2,2,3], or "Et*3|(tt|)*2,tL" as in Megatron-LM."""
 
     name: str = "explicit"
-    # a list with the number of each stage, or text: E embedding, t layer, L loss, | next stage
+    # list: layers of each stage; text: E embedding, t layer, L loss, | next stage
     layers: Any = "???"
 
     def check(self) -> None:
@@ -76,7 +76,7 @@ class Explicit(Uniform):
         is_list = isinstance(counts, list) and all(
             type(count) is int for count in cast("list[Any]", counts)
         )
-        if not is_list and not isinstance(counts, str):  # text is read by schedule.partition
+        if not is_list and not isinstance(counts, str):  # schedule.partition parses text
             raise ConfigError(
                 f"partition.layers={counts} is neither a list with the number of layers of each "
                 "stage, [3,2,2,3], nor text such as 'Et*3|(tt|)*2,tL'."
@@ -91,10 +91,10 @@ class Reference(Settings):
     """The un-pipelined model: one program on one device accumulates over the microbatches."""
 
     name: str = "reference"
-    # none | layer | full: what the backward recomputes
+    # part that the backward recomputes: none | layer | full
     remat: Annotated[str, one_of(*Remat)] = "none"
-    # auto: flags that suit the devices, besides XLA_FLAGS' | traced: the same without CUDA graphs,
-    # which hide tasks from traces; run.profile turns auto into it | none
+    # auto: flags for the devices, added to XLA_FLAGS | traced: the same without CUDA graphs, which
+    # hide tasks from traces; run.profile turns auto into traced | none
     xla_flags: Annotated[str, one_of("auto", "traced", "none")] = "auto"
 
     KEY = "executor"
@@ -106,16 +106,16 @@ class Reference(Settings):
 class Pipelined(Reference):
     """Settings of pipelined executors: the division of stages over the devices of a rank."""
 
-    # layers of a device unrolled in the program up to this many, scanned above
+    # maximum layers of a device that are unrolled; more are scanned
     unroll: Natural = 16
-    # over fsdp: step (all layers at once) | layer (each before its use)
+    # gathers over fsdp: step (all layers at once) | layer (each before its use)
     gather: Annotated[str, one_of("step", "layer")] = "step"
-    sequence_parallel: bool = True  # with mesh.tp: tokens between layers are divided, too
+    sequence_parallel: bool = True  # with mesh.tp: divide tokens between layers, too
 
 
 @dataclass
 class Spmd(Pipelined):
-    """One XLA program: a scan over ticks, one ring permute each way a tick."""
+    """One XLA program: a scan over ticks, with one ring permute each way per tick."""
 
     name: str = "spmd"
 
@@ -124,14 +124,15 @@ class Spmd(Pipelined):
 
 @dataclass
 class Mpmd(Pipelined):
-    """A compiled function for each stage and kind of task, dispatched in the schedule's order."""
+    """One compiled function for each stage and kind of task, dispatched in the schedule's order."""
 
     name: str = "mpmd"
-    # with mesh.cp: keys and values are gathered | go round a ring
+    # with mesh.cp: keys and values are gathered (gather) | sent round a ring (ring)
     context: Annotated[str, one_of("gather", "ring")] = "gather"
-    post_validation: bool = False  # update before the global norm is known, again if wrong
-    # programs of a forward and a backward next to each other: two (none) | one, in which the sends
-    # of each overlap the products of the other (fb)
+    # update before the global gradient norm is known; if it clips, repeat the update
+    post_validation: bool = False
+    # adjacent forward and backward: two programs (none) | one program, with the sends of each
+    # overlapping the products of the other (fb)
     fuse: Annotated[str, one_of("none", "fb")] = "none"
 
     ENGINE: ClassVar[EngineTraits] = BY_TASKS

@@ -28,9 +28,9 @@ from ppctl.errors import ConfigError
 
 @dataclass
 class UserFunction:
-    """A function of the user's, and its arguments."""
+    """The user's function, and its arguments."""
 
-    # package.module.function, looked for in the current directory first
+    # package.module.function, searched in the current directory first
     target: Annotated[str, dotted] = "???"
     # other arguments: +PART.options.NAME=VALUE
     options: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -44,7 +44,7 @@ class Family(NamedTuple):
     scale_embedding: bool = False  # embeddings are multiplied by sqrt(d_model)
     qkv_bias: bool = False  # queries, keys and values have biases
     qk_norm: bool = False  # norms of each head's queries and keys, before the rotary positions
-    whole_qk_norm: bool = False  # norms of queries and of keys, each over all heads
+    whole_qk_norm: bool = False  # one norm over the queries of all heads, one over the keys
 
 
 FAMILIES = {
@@ -56,7 +56,7 @@ FAMILIES = {
     "gemma2": Family(norm_plus_one=True, post_norms=True, scale_embedding=True),
     "gemma3": Family(norm_plus_one=True, post_norms=True, scale_embedding=True, qk_norm=True),
 }
-LACKING = {  # begins the names of models, without signs: what the transformer lacks for them
+LACKING = {  # start of model names, letters and digits only: features that the transformer lacks
     "deepseek": "multi-head latent attention (MLA)",
     "gptoss": "attention sinks, and biases and clamped activations of experts",
     "llama4": "chunked attention, layers without rotary positions, and experts of weighted inputs",
@@ -64,7 +64,7 @@ LACKING = {  # begins the names of models, without signs: what the transformer l
 
 
 def lacking(model: str) -> str | None:
-    """Return what the transformer lacks for a model of this name; None: unknown.
+    """Return the features that the transformer lacks for a model of this name; None: unknown.
 
     >>> lacking("deepseek_v3")
     'multi-head latent attention (MLA)'
@@ -90,7 +90,7 @@ class Llama3:
     """
 
     factor: Stretch
-    original_max_position_embeddings: Count  # tokens of a sequence before
+    original_max_position_embeddings: Count  # tokens of a sequence without the stretch
     low_freq_factor: Positive = 1.0
     high_freq_factor: Positive = 4.0
 
@@ -129,18 +129,18 @@ class Rope:
     theta: Theta = 10000.0  # base of the wavelengths
     local_theta: Theta | None = None  # base of windowed layers, without scaling; None: theta
     scaling: Any = None  # {rope_type: linear | llama3 | yarn, factor: 8, ...}, as in config.json
-    # share of a head's width, its first dims, that turns; the others have no position
+    # share of a head's width, its first dims, that is rotated; the others have no position
     fraction: Annotated[float, above_zero, within] = 1.0
 
     @property
     def record(self) -> Scaling | None:
-        """The scaling with its defaults. ConfigError where a parameter is missing or unknown."""
+        """The scaling with its defaults. ConfigError if a parameter is missing or unknown."""
         scaling: Any = self.scaling
         if scaling is None:
             return None
         if not isinstance(scaling, Mapping):
             example = "{rope_type: linear, factor: 8}"
-            raise ConfigError(f"model.rope.scaling={scaling} is no mapping, such as {example}.")
+            raise ConfigError(f"model.rope.scaling={scaling} is not a mapping, such as {example}.")
         values = cast("Mapping[str, Any]", scaling)
         kind = values.get("rope_type")
         choice("model.rope.scaling.rope_type", "null" if kind is None else kind, tuple(SCALINGS))
@@ -188,12 +188,12 @@ class Transformer(Layered):
     # gelu (by tanh) | gelu_exact | silu; gated, three matrices: swiglu | geglu | geglu_exact
     activation: Annotated[str, one_of(*PLAIN, *GATED)] = "gelu"
     vocab_size: VocabSize | None = None  # None: the data set's
-    seq_len: SeqLen = 128  # tokens a sequence
+    seq_len: SeqLen = 128  # tokens per sequence
     tied: bool = False  # head shares the embedding's weights
     # norms, biases, scaled embedding: llama | qwen2 | qwen3 | glm4p5 | olmoe | gemma2 | gemma3
     family: Annotated[str, one_of(*FAMILIES)] = "llama"
     norm_eps: Positive = 1e-6  # added to the mean square in a norm
-    # scores are divided by its square root; None: by that of head_dim
+    # square of the divisor of scores; None: head_dim
     query_pre_attn_scalar: Positive | None = None
     attention_softcap: Positive | None = None  # scores become cap*tanh(score/cap)
     logit_softcap: Positive | None = None  # logits likewise
@@ -228,16 +228,16 @@ class Transformer(Layered):
 
     @property
     def mlp_widths(self) -> dict[str, int]:
-        """The hidden widths that tp divides, by setting: of the MLP and of the shared expert."""
+        """The hidden widths of the MLP and of the shared expert, which tp divides, by name."""
         widths = {} if all(self.has_experts) else {"the width of the MLP": self.hidden_width}
         shared = self.moe.shared_width
         return widths | ({} if shared is None else {"model.moe.shared_width": shared})
 
     @property
     def linear_maps(self) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) of the linear maps of a layer, by the names of optim.lora_targets.
+        """The (inputs, outputs) of each linear map of a layer, by its name in optim.lora_targets.
 
-        Without those of experts, which take no adapters.
+        The maps of experts are left out: they take no adapters.
 
         >>> Transformer(d_model=8, num_heads=2, num_kv_heads=1, mlp_width=16).linear_maps
         {'q': (8, 8), 'k': (8, 4), 'v': (8, 4), 'o': (8, 8), 'up': (8, 16), 'down': (16, 8)}
@@ -252,7 +252,7 @@ class Transformer(Layered):
 
     @property
     def num_weights(self) -> int:
-        """The numbers in the matrices of a layer, with those of all experts."""
+        """The number of entries of a layer's matrices, including all experts."""
         dense = sum(a * b for a, b in self.linear_maps.values())
         moe, d = self.moe, self.d_model
         if moe.num_experts is None:
@@ -298,13 +298,13 @@ class Transformer(Layered):
                 use = f"Use model.head_dim={self.head_dim + 1}"
             else:
                 width = f"model.d_model/model.num_heads = {d_model}/{heads} = {self.head_width}"
-            raise ConfigError(f"{width} is odd, and rotary positions turn pairs. {use}.")
+            raise ConfigError(f"{width} is odd, but rotary positions rotate pairs. {use}.")
         turned = self.rope.fraction * self.head_width
         even = max(2, 2 * round(turned / 2))
         if abs(turned - even) > 1e-3:  # digits of a fraction such as 2/3
             raise ConfigError(
                 f"model.rope.fraction={self.rope.fraction} of heads {self.head_width} wide are "
-                f"{turned:g} dims, no even number, and rotary positions turn pairs. Use "
+                f"{turned:g} dims, not an even number: rotary positions rotate pairs. Use "
                 f"model.rope.fraction={even / self.head_width:g}."
             )
 
@@ -345,9 +345,9 @@ class CustomModel(UserFunction, Layered):
 
     name: str = "custom"
     num_layers: NumLayers | None = None  # null: as many as the function's model has
-    # of a Network: marks (between stage_boundary calls) | auto (clustered)
+    # layers of a Network: marks (between stage_boundary calls) | auto (clustered)
     layers: Annotated[str, one_of("marks", "auto")] = "marks"
-    seq_len: SeqLen | None = None  # tokens a sequence, of data that are text
+    seq_len: SeqLen | None = None  # tokens per sequence, for text
     mixes_examples: bool = False  # whether examples of a microbatch may depend on each other
 
 

@@ -17,8 +17,7 @@ PRODUCTS = ("auto", "scan", "triton", "ragged_dot")
 class Experts:
     """A mixture of experts in place of the MLP: each token is computed by the experts it chooses.
 
-    Settings of the router together are those of Mixtral, Qwen2- and Qwen3-MoE, OLMoE, GLM-4.5,
-    DeepSeek-V2 and -V3.
+    The router's settings cover Mixtral, Qwen2- and Qwen3-MoE, OLMoE, GLM-4.5, DeepSeek-V2 and -V3.
     """
 
     # experts of a layer (a token chooses top_k); None: layers have an MLP
@@ -27,24 +26,26 @@ class Experts:
     width: Count | None = None  # hidden width of an expert; None: model.mlp_width
     # weights of experts: softmax over all | softmax_chosen (over the chosen) | sigmoid
     score: Annotated[str, one_of(*SCORES)] = "softmax"
-    normalize: bool = True  # a token's weights are divided by their sum
-    scale: Positive = 1.0  # factor of the weights
-    choice_bias: bool = False  # a bias, trained by bias_update only, is added to scores that choose
+    normalize: bool = True  # divide a token's weights by their sum
+    scale: Positive = 1.0  # factor of the experts' weights
+    # add a bias to the scores for choosing experts, not to weights; only bias_update changes it
+    choice_bias: bool = False
     num_groups: Count = 1  # groups of experts, of equal size
-    top_groups: Count = 1  # groups that a token chooses within
-    # score of a group: that of its best expert (max) | the sum of its two best (top2)
+    top_groups: Count = 1  # groups from which a token chooses its experts
+    # score of a group: its best expert's (max) | the sum of its two best experts' (top2)
     group_score: Annotated[str, one_of(*GROUP_SCORES)] = "max"
-    # hidden width of an expert of all tokens; None: no such expert
+    # hidden width of a shared expert, applied to all tokens; None: no shared expert
     shared_width: Count | None = None
-    shared_gate: bool = False  # the shared expert's output is multiplied by sigmoid(x w)
-    first_dense: Natural = 0  # layers before the first with experts; they have an MLP
-    period: Count = 1  # experts are in layers whose number (from 1) it divides
+    shared_gate: bool = False  # multiply the shared expert's output by sigmoid(x w)
+    first_dense: Natural = 0  # first layers with an MLP instead of experts
+    period: Count = 1  # every period-th layer has experts, counted from 1
     balance_loss: NotNegative = 0.0  # weight of each sequence's balance loss (DeepSeek-V3)
     z_loss: NotNegative = 0.0  # weight of the squared log-sum of router logits (ST-MoE)
     bias_update: NotNegative = 0.0  # step of the choice bias towards less loaded experts
     # tokens reach experts on other devices by gather (all_gather, psum_scatter) | alltoall
     dispatch: Annotated[str, one_of(*DISPATCHES)] = "gather"
-    # bound on a device's rows over its even share, from 1; rows beyond are dropped; None: no bound
+    # limit of a device's rows, as a multiple (from 1) of its even share; further rows are dropped;
+    # None: no limit
     capacity: Annotated[float, partial(at_least, least=1)] | None = None
     # products of experts: auto (by device) | scan (CPU) | triton (NVIDIA GPUs) | ragged_dot (TPU)
     kernel: Annotated[str, one_of(*PRODUCTS)] = "auto"
@@ -64,7 +65,7 @@ class Experts:
     def check(self, num_layers: int) -> None:
         """Raise ConfigError for settings that contradict each other."""
         experts, key = self.num_experts, "model.moe"
-        # 1. settings of no experts
+        # 1. settings without experts
         if experts is None:
             usual = vars(Experts())
             unused = next((name for name in usual if getattr(self, name) != usual[name]), None)
@@ -84,7 +85,7 @@ class Experts:
         if left or self.top_groups > self.num_groups:
             raise ConfigError(
                 f"{key}.num_groups={self.num_groups} with {key}.top_groups={self.top_groups} do "
-                f"not fit {key}.num_experts={experts}: groups are equal, and chosen among. Use a "
+                f"not fit {key}.num_experts={experts}: groups are equal in size. Use a "
                 f"divisor of {experts}, and {key}.top_groups of at most that."
             )
         if per_group * self.top_groups < self.top_k or (
@@ -95,7 +96,7 @@ class Experts:
                 f"for {key}.top_k={self.top_k} and {key}.group_score={self.group_score}. Use "
                 f"fewer {key}.num_groups."
             )
-        # 3. settings that need another
+        # 3. settings that need another setting
         needs = (
             (self.bias_update > 0 and not self.choice_bias, "bias_update", "choice_bias=true"),
             (self.shared_gate and self.shared_width is None, "shared_gate", "shared_width"),
@@ -113,12 +114,12 @@ class Experts:
             )
 
     def check_frozen(self) -> None:
-        """Raise ConfigError for settings that count tokens, where only adapters are trained."""
+        """Raise ConfigError for settings that count tokens, which training of adapters excludes."""
         for name in ("bias_update", "capacity"):
             value = getattr(self, name)
             if value:
                 raise ConfigError(
-                    f"model.moe.{name}={value} counts tokens in a parameter of the router, and "
+                    f"model.moe.{name}={value} counts tokens in a parameter of the router, but "
                     "with optim.train=lora only adapters change. Leave it out, or use "
                     "optim.train=all."
                 )

@@ -1,4 +1,4 @@
-"""The optimizers, and their learning rate over the steps of a run."""
+"""The optimizers and their learning-rate schedules."""
 
 from dataclasses import dataclass, fields
 from typing import Annotated
@@ -28,18 +28,18 @@ class Optim(Settings):
     """
 
     name: str = "???"
-    lr: NotNegative = 2e-3  # peak
+    lr: NotNegative = 2e-3  # peak rate
     # cosine | linear | constant | wsd: constant, then linear in the last steps
     lr_schedule: Annotated[str, one_of(*LR_SCHEDULES)] = "cosine"
-    min_lr_fraction: Share = 0.1  # final rate over the peak, of all but constant
-    decay_fraction: Share = 0.2  # share of run.num_steps in which wsd's rate falls
+    min_lr_fraction: Share = 0.1  # final rate over the peak rate; unused by constant
+    decay_fraction: Share = 0.2  # share of run.num_steps with wsd's falling rate
     warmup_steps: Natural = 20  # steps of linear growth to the peak
     clip_norm: NotNegative | None = 1.0  # None: no clipping
     # all parameters | lora: low-rank adapters of a transformer's linear maps, all else frozen
     train: Annotated[str, one_of("all", "lora")] = "all"
     lora_rank: Count = 16  # r of PEFT: an adapter is A [inputs, rank] times B [rank, outputs]
-    lora_alpha: Positive = 32.0  # adapters count alpha/rank times
-    # of q, k, v, o, gate, up, down; None: all in a block
+    lora_alpha: Positive = 32.0  # adapters are multiplied by alpha/rank
+    # some of q, k, v, o, gate, up, down; None: all in a block
     lora_targets: list[Annotated[str, one_of(*TARGETS)]] | None = None
     lora_dropout: Rate = 0.0  # rate of dropped entries of adapters' inputs, in training
 
@@ -53,8 +53,8 @@ class Optim(Settings):
         for name in (name for name, is_unused in unused.items() if is_unused):
             if (value := getattr(self, name)) != type(self).__dataclass_fields__[name].default:
                 raise ConfigError(
-                    f"optim.{name}={value}, which optim.lr_schedule={self.lr_schedule} does not "
-                    "have. Leave it out, or use optim.lr_schedule=wsd."
+                    f"optim.{name}={value} has no effect: optim.lr_schedule={self.lr_schedule}. "
+                    "Leave it out, or use optim.lr_schedule=wsd."
                 )
         if self.clip_norm == 0:
             raise ConfigError("optim.clip_norm=0 would erase every gradient. Use null for none.")
@@ -64,7 +64,7 @@ class Optim(Settings):
             value = getattr(self, field.name)
             if self.train != "lora" and field.name.startswith("lora_") and value != field.default:
                 raise ConfigError(
-                    f"optim.{field.name}={value} is of adapters, and optim.train={self.train} "
+                    f"optim.{field.name}={value} applies to adapters, but optim.train={self.train} "
                     "trains none. Leave it out, or use optim.train=lora."
                 )
 
@@ -82,11 +82,11 @@ class AdamW(Optim):
 
 @dataclass
 class SGD(Optim):
-    """Stochastic gradient descent: w <- w - lr*g, or of g summed up with momentum."""
+    """Stochastic gradient descent: w <- w - lr*g, where g may have momentum."""
 
     name: str = "sgd"
-    lr: NotNegative = 1e-2  # peak
-    momentum: Rate | None = None  # v <- momentum*v + g takes the place of g; None: no v is kept
+    lr: NotNegative = 1e-2  # peak rate
+    momentum: Rate | None = None  # v <- momentum*v + g replaces g; None: no momentum
 
     def check(self) -> None:
         super().check()
@@ -98,11 +98,11 @@ class SGD(Optim):
 class Lion(Optim):
     """Lion (Chen et al. 2023): the sign of an average of gradients; no decay on norms and biases.
 
-    Its rate is 3 to 10 times smaller than AdamW's, its decay as much larger.
+    Use a rate 3 to 10 times smaller than AdamW's, and a decay 3 to 10 times larger.
     """
 
     name: str = "lion"
-    lr: NotNegative = 3e-4  # peak
+    lr: NotNegative = 3e-4  # peak rate
     weight_decay: NotNegative = 0.5
     b1: Rate = 0.9
     b2: Rate = 0.99
@@ -115,9 +115,9 @@ class Adafactor(Optim):
     """
 
     name: str = "adafactor"
-    lr: NotNegative = 1e-2  # peak, relative to the root mean square of a parameter
-    decay_rate: Positive = 0.8  # step k averages second moments with weight 1 - k**-decay_rate
-    min_factored: Count = 128  # least rows and columns of a matrix with factored moments
+    lr: NotNegative = 1e-2  # peak rate, relative to the root mean square of a parameter
+    decay_rate: Positive = 0.8  # decay of second moments at step k: 1 - k**-decay_rate
+    min_factored: Count = 128  # minimum rows and columns of a matrix whose moments are factored
 
 
 @dataclass
@@ -134,21 +134,21 @@ class Lamb(AdamW):
 
 @dataclass
 class Muon(AdamW):
-    """Muon (Jordan et al. 2024) for the matrices of layers, each expert's by itself: momentum with
-    all singular values near 1. AdamW for embedding, head and vectors.
+    """Muon (Jordan et al. 2024) for the matrices of layers, each expert's by itself: momentum,
+    changed so that all singular values are near 1. AdamW for embedding, head and vectors.
     """
 
     name: str = "muon"
-    momentum: Rate = 0.95  # Nesterov's
+    momentum: Rate = 0.95  # Nesterov momentum
     num_iterations: Count = 5  # iterations of Newton-Schulz
-    # root mean square of a matrix's update over lr, as AdamW's (Moonlight, 2025); None: Jordan's
-    # sqrt(max(1, columns/rows)) times a matrix of singular values 1
+    # root mean square of a matrix's update over lr, close to AdamW's (Moonlight, 2025); None: scale
+    # by sqrt(max(1, columns/rows)) as Jordan does
     update_rms: Positive | None = 0.2
 
 
 @dataclass
 class CustomOptim(Optim, UserFunction):
-    """An optax transformation of the user's: target(learning_rate=rates, **options)."""
+    """The user's optax transformation: target(learning_rate=rates, **options)."""
 
     name: str = "custom"
 

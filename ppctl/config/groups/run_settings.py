@@ -18,11 +18,11 @@ def _resume(key: str, value: str) -> None:
 
 @dataclass
 class Checkpoint:
-    enabled: bool = True  # false: nothing is saved, as for a benchmark
+    enabled: bool = True  # false: save nothing, as for a benchmark
     every: Count | None = 50  # steps; None: only at the end and on interruption
     keep: Count = 3  # newest checkpoints kept
-    keep_every: Count | None = None  # steps whose multiples are kept for good; None: none is
-    # of a save: stop training | continue, and try again at the next save
+    keep_every: Count | None = None  # steps between permanent checkpoints; None: no permanent ones
+    # action at a failed save: stop training | continue, and try again at the next save
     on_failure: Annotated[str, one_of("stop", "continue")] = "stop"
 
 
@@ -33,29 +33,31 @@ class Run(Settings):
     name: str = "default"
     dir: str = "runs/${run.name}"  # metrics and checkpoints
     num_steps: Count = 200  # optimizer steps
-    seed: Natural = 0  # of initial weights and data order
-    # of compute: float32 | bfloat16 | float64; None: by the devices, float64 to verify
+    seed: Natural = 0  # seed of initial weights and data order
+    # dtype of compute: float32 | bfloat16 | float64; None: by the devices, float64 to verify
     dtype: Annotated[str, one_of(*DTYPES)] | None = None
-    # cpu | cuda | tpu; None: JAX chooses
+    # devices: cpu | cuda | tpu; None: JAX chooses
     platform: Annotated[str, one_of("cpu", "cuda", "tpu")] | None = None
-    # of a GPU, preallocated by JAX; None: its default, 0.75
+    # share of a GPU's memory that JAX preallocates; None: JAX's default, 0.75
     memory_fraction: Annotated[float, above_zero, within] | None = None
     # directory of compiled programs; auto: ~/.cache/ppctl; None: not kept
     compilation_cache: str | None = "auto"
-    # auto: resume if there is a checkpoint | must: fail without | never: fail with one | STEP
+    # auto: resume from any checkpoint | must: fail without one | never: fail with one | STEP
     resume: Annotated[str, _resume] = "auto"
-    start_from: str | None = None  # run directory, as of `ppctl import`, with first parameters
-    # same: fail if the checkpoint's model computes something else | changed: resume anyway
+    # run directory with the initial parameters, such as the output of `ppctl import`
+    start_from: str | None = None
+    # same: fail if the checkpoint's model is another function | changed: resume anyway
     resume_with: Annotated[str, one_of("same", "changed")] = "same"
-    # at gradients that are not finite: stop | skip: leave the state, name the examples
+    # gradients that are not finite: stop | skip: leave the state, name the examples
     on_nonfinite: Annotated[str, one_of("stop", "skip")] = "stop"
-    max_skipped: Count = 10  # steps in a row, after which on_nonfinite=skip saves and stops
+    # skipped steps in a row after which on_nonfinite=skip saves and stops
+    max_skipped: Count = 10
     log_every: Count = 10  # steps between lines on the terminal; metrics.jsonl has every step
     eval_every: Count | None = 100  # steps; None: no evaluation
     eval_at_start: bool = False  # evaluate a new run before its first step too
-    # of data.batch_size each; None: 4, or as many as are held out
+    # batches of data.batch_size; None: 4, or all that are held out
     eval_batches: Count | None = None
-    # of metrics: tensorboard, wandb, mlflow
+    # trackers of metrics: tensorboard, wandb, mlflow
     trackers: list[Annotated[str, one_of("tensorboard", "wandb", "mlflow")]] = field(
         default_factory=lambda: ["tensorboard"]
     )
@@ -64,9 +66,9 @@ class Run(Settings):
     # off: one process | explicit: several, by the settings below | auto: by Slurm, ...
     distributed: Annotated[str, one_of("off", "auto", "explicit")] = "off"
     coordinator: str | None = None  # HOST:PORT where process 0 listens and all others find it
-    num_processes: Count | None = None  # of the whole run
+    num_processes: Count | None = None  # processes of the whole run
     process_id: Natural | None = None  # 0..num_processes-1; process 0 prints and records
-    # a command that gets each event of the run as a line of JSON on its standard input
+    # command that gets each event of the run as a line of JSON on its standard input
     on_event: str | None = None
     heartbeat_s: Count = 30  # seconds of silence after which a process is lost and the run ends
     # seconds without progress before the slow process is named
@@ -74,7 +76,7 @@ class Run(Settings):
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
     KEY = "run"
-    EVAL_BATCHES: ClassVar[int] = 4  # of eval_batches=None, where so many are held out
+    EVAL_BATCHES: ClassVar[int] = 4  # evaluation batches by default, if enough are held out
 
     def check(self) -> None:
         super().check()
@@ -107,15 +109,15 @@ class Run(Settings):
     def _check_checkpoints(self) -> None:
         if self.eval_at_start and self.eval_every is None:
             raise ConfigError(
-                "run.eval_at_start=true needs evaluations, and run.eval_every=null has none. Use "
+                "run.eval_at_start=true needs evaluations, but run.eval_every=null has none. Use "
                 "run.eval_every=100 or the like."
             )
         often, kept = self.checkpoint.every, self.checkpoint.keep_every
         if kept is not None and (often is None or kept % often):
             remedy = "run.checkpoint.every=N" if often is None else f"{-(-kept // often) * often}"
             raise ConfigError(
-                f"run.checkpoint.keep_every={kept} is no multiple of run.checkpoint.every="
-                f"{'null' if often is None else often}, so that no checkpoint has such a step. Use "
+                f"run.checkpoint.keep_every={kept} is not a multiple of run.checkpoint.every="
+                f"{'null' if often is None else often}, so no checkpoint has such a step. Use "
                 f"{remedy}."
             )
         back = self.resume_step
@@ -148,7 +150,7 @@ class Run(Settings):
             )
         if not self.dir.strip() or not self.dir.isprintable():
             remedy = "Use a path, as in run.dir=runs/first."
-            raise ConfigError(f"run.dir={self.dir!r} is no directory. {remedy}")
+            raise ConfigError(f"run.dir={self.dir!r} is not a directory. {remedy}")
 
     def _check_processes(self) -> None:
         # 1. settings that run.distributed does not use, or misses
@@ -156,7 +158,7 @@ class Run(Settings):
         given = [key for key in keys if getattr(self, key) is not None]
         if self.distributed == "off" and given:
             raise ConfigError(
-                f"run.{given[0]}={getattr(self, given[0])} is of a run of several processes, but "
+                f"run.{given[0]}={getattr(self, given[0])} needs a run of several processes, but "
                 "run.distributed=off. Leave it out, or set run.distributed=explicit and all of "
                 "run.coordinator=HOST:PORT run.num_processes=N run.process_id=I."
             )
@@ -164,7 +166,7 @@ class Run(Settings):
         if self.distributed == "explicit" and missing:
             raise ConfigError(
                 f"run.distributed=explicit needs {' '.join(missing)} too (HOST:PORT of process "
-                "0, the number of processes, and which of them this is)."
+                "0, the number of processes, and the index of this one)."
             )
         # 2. their values
         number, own = self.num_processes, self.process_id

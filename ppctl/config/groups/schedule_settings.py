@@ -1,5 +1,5 @@
-"""The schedules: families and their knobs, schedules found by search, and those of a file; and the
-costs that `ppctl schedule` assumes, for it knows no model.
+"""The schedules: families and their knobs, schedules found by search, and schedules in files; and
+the costs that `ppctl schedule` assumes, since it has no model.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Schedule(Settings):
     """A family without knobs (gpipe, 1f1b, zb_h1, zb_h2, zb_v, v_half, v_min, dualpipe_v)."""
 
     name: str = "gpipe"
-    num_microbatches: Count = 8  # microbatches a step, of each data-parallel replica
+    num_microbatches: Count = 8  # microbatches per step of each data-parallel replica
     # embedding and head: whole, on the first and the last stage | parallel, a part on each rank
     vocab: Annotated[str, one_of(*VOCAB)] = "whole"
 
@@ -43,7 +43,7 @@ class Schedule(Settings):
 
 @dataclass
 class Eager1F1B(Schedule):
-    """1F1B with a longer warm-up: `warmup_hops` forwards for each rank behind this one."""
+    """1F1B with a longer warm-up: `warmup_hops` forwards for each later rank."""
 
     name: str = "eager_1f1b"
     # 1: fewest activations (1F1B) .. 2: hides transfers
@@ -68,10 +68,10 @@ class Interleaved(Eager1F1B, Chunked):
 
 @dataclass
 class Hanayo(Schedule):
-    """Hanayo: each rank holds two stages a wave."""
+    """Hanayo: each rank holds two stages per wave."""
 
     name: str = "hanayo"
-    # times down the ranks and back up
+    # waves: times down the ranks and back up
     num_waves: Annotated[int, up_to(512, "each is two stages of a rank")] = 1
 
 
@@ -80,10 +80,11 @@ class Auto(Schedule):
     """The shortest schedule found under a memory cap: all families, and a search of orders."""
 
     name: str = "auto"
-    # cap of a rank, in activations of one microbatch through 1/p of the model; None: mesh.pp
+    # cap of a rank, in activations of one microbatch through 1/pp of the model; None: mesh.pp
     max_activations: Positive | None = None
-    max_memory_gib: Positive | None = None  # cap of a device, weights included, instead
-    max_chunks: MaxChunks = 4  # stages a rank, at most
+    # cap of a device's memory, weights included, instead of max_activations
+    max_memory_gib: Positive | None = None
+    max_chunks: MaxChunks = 4  # maximum stages per rank
 
     def check(self) -> None:
         super().check()
@@ -96,13 +97,13 @@ class Auto(Schedule):
 
 @dataclass
 class Csv(Schedule):
-    """A CSV file with a line a rank and PyTorch's cells, `2F0`, `0B3`, `1I2`, `1W2`. Ranks that
-    no mesh states are those of the file.
+    """A CSV file with a line per rank and PyTorch's cells, `2F0`, `0B3`, `1I2`, `1W2`. If no mesh
+    is stated, the file sets the number of ranks.
     """
 
     name: str = "csv"
-    num_microbatches: Natural = 0  # 0: as many as the file has
-    path: str = "???"  # of the file
+    num_microbatches: Natural = 0  # 0: the file's
+    path: str = "???"  # path of the file
 
 
 AnySchedule = Schedule | Eager1F1B | Chunked | Interleaved | Hanayo | Auto | Csv
@@ -113,17 +114,17 @@ TIMES = ("forward_s", "input_grad_s", "weight_grad_s")
 
 @dataclass
 class Costs(Settings):
-    """Seconds of one microbatch through 1/p of the model, and its memory, as `ppctl schedule`
-    assumes them. A chunk costs 1/V of it.
+    """Seconds and memory of one microbatch through 1/p of the model, assumed by `ppctl schedule`.
+    A chunk costs 1/V of that.
     """
 
-    forward_s: NotNegative = 1.0  # F
-    input_grad_s: NotNegative = 1.0  # I; a full backward B is I and W
-    weight_grad_s: NotNegative = 1.0  # W
-    transfer_s: NotNegative = 0.0  # one activation or gradient from a rank to the next
+    forward_s: NotNegative = 1.0  # F, seconds of a forward
+    input_grad_s: NotNegative = 1.0  # I, seconds of the gradient of inputs; backward B is I and W
+    weight_grad_s: NotNegative = 1.0  # W, seconds of the gradient of weights
+    transfer_s: NotNegative = 0.0  # seconds to send an activation or gradient to the next rank
     activation_gib: NotNegative = 0.0  # residuals of a forward through 1/p of the layers
     fixed_gib: NotNegative = 0.0  # parameters, optimizer and gradient sums of 1/p of the layers
-    # rows of experts on the most loaded device, over the mean; read by predictions of a model only
+    # rows of experts on the most loaded device, over the mean; read by predictions for a model only
     expert_imbalance: Annotated[float, partial(at_least, least=1)] = 1.0
 
     KEY = "costs"

@@ -1,6 +1,6 @@
 """The host's plan: the programs of each rank in order, their values, and each value's last use.
 
-A plan is data, made once from a schedule; a step only follows it, as a `Walk` once it is compiled.
+A plan is data, made once from a schedule. It is compiled to a `Walk`, which each step runs.
 mpmd/plan_tasks.py names the values of tasks.
 """
 
@@ -15,7 +15,7 @@ import jax
 from ppctl.schedule.ir import Task
 
 Tree = Any
-Key = tuple  # (name, numbers by which values of this name differ)
+Key = tuple  # (name of a value, then its rank or stage, and microbatch)
 Call = Callable[..., Sequence]  # values read -> values written
 Slots = tuple[int, ...]
 
@@ -26,14 +26,14 @@ class ProgramId(NamedTuple):
     kind: str
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    shape: Any  # hashable; all other differences between programs of a kind
+    shape: Any  # hashable; everything else that distinguishes programs of a kind
 
 
 class PlanEntry(NamedTuple):
-    """An entry of a plan: a program on a rank, or (None) a move of one value to it.
+    """An entry of a plan: a program on a rank, or (program=None) a move of one value to it.
 
-    readers: until `with_moves`, for each written value the ranks that read it, with its key there;
-    (): no readers. If this rank is among them, the value has that key from the start.
+    readers: for each written value, (rank, key on that rank) of each reader; (): no readers.
+    `with_moves` turns them into moves. A reader on this rank only sets the key of the value.
     """
 
     program: ProgramId | None
@@ -41,9 +41,9 @@ class PlanEntry(NamedTuple):
     reads: tuple[Key, ...]
     writes: tuple[Key, ...]
     task: Task | None = None
-    sender: int | None = None  # the rank that a moved value is on
+    sender: int | None = None  # rank that a moved value comes from
     readers: tuple[tuple[tuple[int, Key], ...], ...] = ()
-    second: Task | None = None  # that the program runs besides `task`
+    second: Task | None = None  # task that the program runs besides `task`
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -54,18 +54,18 @@ class PlanEntry(NamedTuple):
 def transfer_entry(
     sender: int, key: Key, rank: int, there: Key, task: Task | None = None
 ) -> PlanEntry:
-    """Return the move of the value `key` of a rank to another, where it is `there`."""
+    """Return the move of value `key` from `sender` to `rank`, where its key is `there`."""
     return PlanEntry(None, rank, (key,), (there,), task, sender)
 
 
 def with_moves(programs: Iterable[PlanEntry]) -> list[PlanEntry]:
-    """Return programs in this order, with the moves of values to their readers.
+    """Return the programs in this order, with the moves of values to their readers.
 
-    A move comes before its sender's next program or its reader, whichever is first: programs that
-    the receiver begins before the value is made come before the move and need not wait for it.
+    A move comes before its sender's next program or its reader, whichever is first. So programs
+    that the receiver starts before the value exists come before the move and do not wait for it.
     """
     entries: list[PlanEntry] = []
-    pending: list[PlanEntry] = []  # moves that are not in `entries` yet
+    pending: list[PlanEntry] = []  # moves not yet in `entries`
     for entry in programs:
         rank, task = entry.rank, entry.task
         due = [each for each in pending if each.sender == rank or each.writes[0] in entry.reads]
@@ -98,23 +98,23 @@ def last_uses(entries: Sequence[PlanEntry], keep: Collection[Key]) -> list[tuple
 
 @dataclass(frozen=True)
 class Walk:
-    """A compiled plan of this process; values that none of its devices holds are None."""
+    """The compiled plan of a process; values on devices of other processes are None."""
 
     entries: tuple[PlanEntry, ...]
     steps: tuple[tuple[Call, Slots, Slots, Slots], ...]  # call, slots read, written and freed
     slots: Mapping[Key, int]
-    given: tuple[Key, ...]
-    kept: tuple[Key, ...]
+    given: tuple[Key, ...]  # keys of the values that `run` takes
+    kept: tuple[Key, ...]  # keys of the values that `run` returns
     shapes: Mapping[Key, Tree]  # shapes of the kept values
-    held: tuple[Mapping[str, int], ...]  # `Runtime.memory_breakdown`; {} for others' ranks
+    held: tuple[Mapping[str, int], ...]  # by rank: `Runtime.memory_breakdown`; {}: remote rank
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """For each rank the peak bytes on one device: values and temporaries, without `given`."""
+        """Peak bytes of each rank on one device: values and temporaries, without `given`."""
         return tuple(sum(held.values()) for held in self.held)
 
     def run(self, given: Mapping[Key, Tree]) -> dict[Key, Tree]:
-        """Return the values to keep, from the given ones; when all is dispatched, not done."""
+        """Dispatch all programs and return the kept values, without waiting for them."""
         values: list[Any] = [None] * len(self.slots)
         for key in self.given:
             values[self.slots[key]] = given[key]
@@ -128,7 +128,7 @@ class Walk:
         return {key: values[self.slots[key]] for key in self.kept}
 
     def timed(self, seconds: dict[Task, float]) -> Self:
-        """Return the same walk, one program at a time; it puts the times of tasks in `seconds`."""
+        """Return a walk that waits for each program and stores times of tasks in `seconds`."""
 
         def waiting(entry: PlanEntry, call: Call) -> Call:
             def run(*values: Tree) -> Sequence:
@@ -146,7 +146,7 @@ class Walk:
 
     @cached_property
     def programs(self) -> list[list[tuple[str, Task | None]]]:
-        """For each rank its programs in order: (name of the compiled module, its task or None)."""
+        """Programs of each rank in order: (name of the compiled module, its task or None)."""
         found: list[list[tuple[str, Task | None]]] = [[] for _ in self.held]
         for entry in self.entries:
             if entry.program is not None:

@@ -1,8 +1,8 @@
-"""Two tasks of a rank as one program, in which what one sends travels beside the other's products.
+"""Two tasks of a rank as one program: the sends of each overlap matrix products of the other.
 
-Both are traced, cut at what they send over the axes inside a stage, and run by turns: barriers keep
-each send between the same two points as a part of the other task. Compilers would otherwise merge
-the sends of both, or run one task after the other.
+Both are traced, cut at their sends over the axes inside a stage, and run by turns: barriers keep
+each send between the same two points as a part of the other task. Otherwise compilers merge the
+sends of both tasks, or run one task after the other.
 
 time   | ------------------------------------------------->
 first  | part 0 | send 0 | part 1 | send 1 | part 2 | ...
@@ -33,18 +33,18 @@ from ppctl.schedule.mesh_axes import STAGE_AXES
 Tree = Any
 SENDS = ("all_gather", "reduce_scatter", "all_to_all")
 Equations = Sequence[core.JaxprEqn]
-WORK = (*PRODUCTS, *FOREIGN, "pallas_call", "scan", "while", "cond")  # long beside other operations
+WORK = (*PRODUCTS, *FOREIGN, "pallas_call", "scan", "while", "cond")  # operations that take long
 
 
 class FusedTasks(NamedTuple):
-    """The shape of a program of two tasks: their programs, and its names of their values."""
+    """The `ProgramId.shape` of a fused program: two tasks' programs, and names for their values."""
 
     programs: tuple[ProgramId, ...]
-    reads: tuple[tuple[str, ...], ...]  # names that each task reads
+    reads: tuple[tuple[str, ...], ...]  # fused program's names of the values that each task reads
     writes: tuple[tuple[str, ...], ...]
 
     def by_name(self, of: Callable[[ProgramId, Sequence[str]], Sequence[Any]]) -> dict[str, Any]:
-        """Return of(a task's program, its names) by the names of the values in the fused one."""
+        """Call of(program, its names) for each task; return the results by fused name."""
         found = dict[str, Any]()
         for program, reads, writes in zip(*self, strict=True):
             found |= zip(reads, of(program, program.reads), strict=True)
@@ -53,18 +53,18 @@ class FusedTasks(NamedTuple):
 
 
 def fused_entry(first: PlanEntry, second: PlanEntry) -> PlanEntry:
-    """Return the entry of a program that runs two tasks, of which neither waits for the other.
+    """Return the entry of a program that runs two tasks that do not wait for each other.
 
-    The second goes on with sums of the rank that the first adds to.
+    The first task passes the rank's sums on to the second.
     """
-    # 1. values by key: their names, and the readers of those that are written
+    # 1. names of values and readers of written values, by key
     entries, names, readers = (first, second), dict[Key, str](), dict[Key, tuple]()
     programs = tuple(entry.program for entry in entries if entry.program is not None)
     for entry, program in zip(entries, programs, strict=True):
         keys, inside = entry.reads + entry.writes, program.reads + program.writes
         names = {k: f"{program.kind}.{n}" for k, n in zip(keys, inside, strict=True)} | names
         readers |= zip(entry.writes, entry.readers, strict=True)
-    # 2. the program; sums of the rank are read once
+    # 2. the program, which reads the rank's sums once
     of = lambda keys: tuple(names[key] for key in keys)  # noqa: E731
     reads = dict.fromkeys(first.reads)
     reads |= dict.fromkeys(key for key in second.reads if key not in first.writes)
@@ -79,8 +79,8 @@ def fused_entry(first: PlanEntry, second: PlanEntry) -> PlanEntry:
 
 
 def run_fused(program: ProgramId, functions: Sequence[Callable], *values: Tree) -> tuple:
-    """Return the values that a program of two tasks writes; functions: of the tasks."""
-    # 1. both traced; of sums that the first writes the second has only shapes
+    """Return the values that a program of two tasks writes; functions: one for each task."""
+    # 1. trace both; the second gets only shapes of sums that the first writes
     parts, known = program.shape, dict(zip(program.reads, values, strict=True))
     shapes, env, traced = dict(known), dict[Any, Any](), list[tuple]()
     for function, reads, writes in zip(functions, parts.reads, parts.writes, strict=True):
@@ -91,7 +91,7 @@ def run_fused(program: ProgramId, functions: Sequence[Callable], *values: Tree) 
         late = {v for v in closed.jaxpr.invars if isinstance(env[v], jax.ShapeDtypeStruct)}
         traced.append((closed.jaxpr, *cut(closed.jaxpr, late), jax.tree.structure(out)))
         shapes |= zip(writes, out, strict=True)
-    # 2. run by turns, the backward first
+    # 2. run them by turns, the backward first
     ahead, other = (
         _steps(env, *cuts) for _, *cuts, _, _ in traced[:: -1 if program.kind[0] == "F" else 1]
     )
@@ -100,7 +100,7 @@ def run_fused(program: ProgramId, functions: Sequence[Callable], *values: Tree) 
         if ours and others:
             tied = [*ours, *others]
             env |= zip(tied, jax.lax.optimization_barrier([env[v] for v in tied]), strict=True)
-    # 3. their results, the second's after those of the first
+    # 3. finish the first, then the second, which needs the first's sums
     for (jaxpr, _, _, last, out), reads, writes in zip(
         traced, parts.reads, parts.writes, strict=True
     ):
@@ -132,10 +132,10 @@ def _operands(equations: Equations) -> list[Any]:
 def cut(
     jaxpr: core.Jaxpr, late: set[Any]
 ) -> tuple[Sequence[Equations], Sequence[Equations], Equations]:
-    """Return a program's parts, the sends after each but the last, and the equations at the end.
+    """Return (parts of a program, sends after each part but the last, equations at the end).
 
-    Sends stand together while no long operation is traced between them and none reads another's
-    result. late: variables that have values only at the end, with all that depends on them.
+    Sends form one group while no long operation is traced between them and no send reads another's
+    result. late: variables without a value until the end; equations that depend on them come last.
     """
     parts, sends, last, late = [[]], list[list](), [], set(late)
     following, follow = [], set[Any]()  # the next part, and its variables
@@ -168,7 +168,7 @@ def _is_send(eqn: core.JaxprEqn) -> bool:
 
 
 def _inlined(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """Return the program without calls; barriers stay."""
+    """Return the program with its calls inlined; barriers stay."""
 
     def run(eqn: core.JaxprEqn, values: list[Any]) -> list[Any]:
         called = called_program(eqn)

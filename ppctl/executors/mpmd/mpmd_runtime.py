@@ -2,11 +2,11 @@
 
 A program is lowered for an abstract submesh and compiled for the devices of each rank that runs it.
 JAX has no public way to load one executable on other devices, so ranks share only the trace. For
-devices that are only described (`plan.topology`) each program is compiled once, and none can run.
+described devices (`plan.topology`) each program is compiled once and cannot run.
 
-Several processes walk the same plan. Each program takes the turn made by the program before it on
-its rank, so that every device runs its programs in the plan's order. docs/executors-internals.md,
-"The turns of mpmd", proves that this cannot deadlock.
+Several processes walk the same plan. Each program takes as argument the turn, a counter that the
+program before it on its rank returns, so that every device runs its programs in the plan's order.
+docs/executors-internals.md, "The turns of mpmd", proves that this cannot deadlock.
 """
 
 import os
@@ -43,7 +43,7 @@ from ppctl.executors.mpmd.transfers import (
 from ppctl.executors.parameter_layout import without_axes
 
 Tree = Any
-MOST_STARTED = 32  # programs of a device in flight in XLA on CPU
+MOST_STARTED = 32  # programs in flight per device that XLA allows on CPU
 
 
 class Runtime:
@@ -61,7 +61,7 @@ class Runtime:
         self.abstract = AbstractMesh(one.devices.shape, one.axis_names, axis_types=one.axis_types)
         self.is_described = is_described(one)
         self.is_mine = tuple(self.is_described or is_mine(submesh) for submesh in submeshes)
-        # 2. the turn of each rank, and the turns under way
+        # 2. the turn of each rank, and the turns of programs under way
         self.turns = [self.numbers(np.zeros((), np.int32), r) for r in range(len(submeshes))]
         mine, is_cpu = jax.process_index(), one.devices.flat[0].platform == "cpu"
         limited = [is_cpu and processes(submesh).count(mine) > 1 for submesh in submeshes]
@@ -75,14 +75,14 @@ class Runtime:
         self.connected: set[tuple[int, ...]] = set()  # (sender, receiver)
 
     def numbers(self, values: np.ndarray, rank: int) -> jax.Array | None:
-        """Return an array replicated over a rank; None for a rank of other processes."""
+        """Return an array replicated over a rank; None for remote and for described ranks."""
         if self.is_described or not self.is_mine[rank]:
             return None
         sharding, dtype = NamedSharding(self.submeshes[rank], P()), values.dtype
         return jax.make_array_from_callback(values.shape, sharding, values.__getitem__, dtype=dtype)
 
     def pass_turn(self, rank: int, turn: jax.Array | None) -> None:
-        """Set the turn for a rank's next program; wait while too many of the rank are under way."""
+        """Set the turn for a rank's next program; wait if too many of its programs are pending."""
         self.turns[rank] = turn
         under_way = self.under_way[rank]
         if under_way is not None and turn is not None:
@@ -91,14 +91,14 @@ class Runtime:
                 under_way.popleft().block_until_ready()
 
     def wait(self) -> None:
-        """Wait until all that was dispatched is done."""
+        """Wait until all dispatched programs are done."""
         jax.block_until_ready(self.turns)
 
     def connect(self) -> None:
-        """Run a crossing of each pair of submeshes that has not run any, on zeros.
+        """Run a crossing on zeros for each pair of submeshes that is not connected yet.
 
-        All processes call this at about the same time, with nothing else under way. Gloo waits half
-        a minute for the other side of a new connection, and without limit after that.
+        All processes call this at about the same time, with no program under way: Gloo waits only
+        half a minute for the other side of a new connection, and without limit once connected.
         """
         for (parts, *ranks), compiled in self.crossings.items():
             if tuple(ranks) not in self.connected:
@@ -157,8 +157,8 @@ class Runtime:
     ) -> tuple[dict[str, int], ...]:
         """Return for each rank the bytes by value name at its peak, on one device, without `given`.
 
-        temps: the "temporaries" of each entry, which was only traced; None: of compiled programs.
-        shapes: of all values; None: traced.
+        temps: bytes of temporaries of each entry; None: those of the compiled programs.
+        shapes: shapes of all values; None: trace them.
         """
         shapes = self.shapes(entries, given) if shapes is None else shapes
         temps, freed = temps or self._temps(entries), last_uses(entries, {*kept, *given})
@@ -199,7 +199,7 @@ class Runtime:
         return [0 if each is None else temp_bytes(each) for each in compiled]
 
     def lower(self, program: ProgramId) -> jax.stages.Lowered:
-        """Return a traced program, lowered for these devices."""
+        """Lower a traced program for these devices, once."""
         if program not in self.lowered:
             traced, _ = self.traced[program]
             with self._backend():
@@ -217,7 +217,7 @@ class Runtime:
         return shapes
 
     def _trace(self, program: ProgramId, reads: tuple) -> tuple:
-        """Return the shapes that a program writes; trace it once, with a turn before its values."""
+        """Trace a program once, with a turn before its values; return the shapes it writes."""
         if program in self.traced:
             return self.traced[program][1]
         # 1. the program of one device, with its turn
@@ -228,10 +228,10 @@ class Runtime:
         def local(turn: jax.Array, *values: Tree) -> tuple:
             return turn + 1, *function(*values)
 
-        local.__name__ = program.kind  # names the compiled module
+        local.__name__ = program.kind  # name of the compiled module
         # 2. over the devices of a rank
         whole, manual = local, set(self.abstract.axis_names) - set(auto)
-        if manual:  # of none shard_map would make all
+        if manual:  # shard_map takes an empty set for all axes
             whole = jax.shard_map(
                 local,
                 mesh=self.abstract,
@@ -263,7 +263,7 @@ class Runtime:
         return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
 
     def _options(self, program: ProgramId | None) -> dict[str, Any]:
-        """Return the compiler options for a program or a crossing; given ones override presets."""
+        """Return the compiler options of a program (None: a crossing); `options` override them."""
         if self._platform != "cpu":
             return self.options
         preset = "once" if program is None else self.programs.preset(program)
@@ -275,8 +275,8 @@ class Runtime:
         return processes(self.submeshes[entry.sender]) != processes(self.submeshes[entry.rank])
 
     def _compile(self, entries: Sequence[PlanEntry], shapes: Mapping[Key, Tree]) -> None:
-        """Compile missing programs, in threads that begin in plan order, as in every process."""
-        # 1. what is missing, by key: (its cache, lowered program, mesh, program or None)
+        """Compile missing programs in threads, started in plan order, as all processes do."""
+        # 1. missing executables by key: (cache, lowered program, mesh, program or None)
         missing: dict[tuple, tuple[dict, jax.stages.Lowered, Mesh, ProgramId | None]] = {}
         for entry in entries:
             if entry.program is not None:
@@ -291,7 +291,7 @@ class Runtime:
                     devices = pair_mesh(self.submeshes[sender], self.submeshes[rank])
                     missing[place] = self.crossings, lowered, devices, None
 
-        # 2. compiled
+        # 2. compile them
         def compiled(key: tuple) -> jax.stages.Compiled:
             _, lowered, mesh, program = missing[key]
             devices = tuple(mesh.devices.flat)
@@ -314,7 +314,7 @@ class Runtime:
                 return written
 
             return in_turn
-        # 2. a move inside this process, to one device (70 us, not 110) or a sharding
+        # 2. a move inside this process; to a device it takes 70 us, to a sharding 110 us
         there = jax.tree.map(lambda a: a.sharding, self.placed(rank, shapes[entry.reads[0]]))
         assert sender is not None, "an entry without a program is a move"
         if not self._crosses(entry):
@@ -337,7 +337,7 @@ class Runtime:
         return in_both_turns
 
     def _passed_on(self, entry: PlanEntry, freed: Sequence[Key]) -> list[Key]:
-        """Return the values that a rank's program reads last and whose memory it writes to."""
+        """Return the freed values whose memory a once-a-step program reuses for its results."""
         of_rank = entry.program if entry.task is None else None
         donated = () if of_rank is None else self.programs.donated(of_rank)
         return [key for key in freed if key in entry.reads and key[0] in donated]

@@ -3,23 +3,23 @@
 Values have names:
 
 w, acc                  the layers of a stage, and the sums of their gradients
-embed_head              a rank's parameters of embedding and head, None for others
+embed_head              a rank's parameters of embedding and head, None for unused leaves
 acc_embed_head          the sums of their gradients
 inputs, targets, m      the batch, and the number of a microbatch
-keys                    keys of the batch's examples, where layers have keys
+keys                    random keys of the batch's examples, if layers take keys
 x, gx; y, gy            a stage's input and output for a microbatch, and their gradients
 stash, pending          values from a forward to its backward, and from I to W
-sum                     a stage's sum over its rank's devices, which keep a shard each
-losses                  sums of the losses and of their number
+sum                     a stage's gradients, summed over its rank's devices; each keeps a shard
+losses                  sum of the losses, and their number
 
-With a divided vocabulary, stages have no embedding and no head; each rank has parts of both, and
+With a divided vocabulary, stages have no embedding and no head. Each rank has a part of both, and
 
 part                    the number of the part
-own_x, part_x           its summand of the first stage's input; the same on that rank
-last_y, first_gx        the last stage's output, the gradient of the first one's input
-logits, own_log_sums    values from S to T: to T on this rank, and to all ranks' T
-log_sums, all_log_sums  log sums on the last stage's rank; their combination, back here
-own_gy, part_gy         its summand of the last output's gradient; the same on that rank
+own_x, part_x           the part's summand of the first stage's input; its copy on that stage's rank
+last_y, first_gx        the last stage's output, the gradient of the first stage's input
+logits, own_log_sums    values from S to T: to T on the same rank, and to T on all ranks
+log_sums, all_log_sums  own_log_sums on the last stage's rank; their combination, on each rank
+own_gy, part_gy         the part's summand of the last stage's gy; its copy on that stage's rank
 """
 
 from collections.abc import Sequence
@@ -31,10 +31,10 @@ from ppctl.model.random_keys import KEYS
 from ppctl.schedule.ir import PART_KINDS, Kind, Schedule, Task
 from ppctl.schedule.partition.partition import Partition
 
-FORWARD = "forward"  # the program of a forward that keeps nothing
+FORWARD = "forward"  # program of a forward without a stash
 JOINS = TOTAL, TOTAL_LOG_SUMS = "total", "log_sums"  # programs that combine all parts' values
-TASKS = (FORWARD, "F", "B", "I", "W", *PART_KINDS, *JOINS)  # others run once a step
-# value that joins those of all parts: (a part's value, the same where they are joined)
+TASKS = (FORWARD, "F", "B", "I", "W", *PART_KINDS, *JOINS)  # other programs run once a step
+# value joined from all parts -> (a part's value, its copy on the joining rank)
 JOINED = {
     "x": ("own_x", "part_x"),
     "gy": ("own_gy", "part_gy"),
@@ -44,7 +44,7 @@ OF_RANK = ("inputs", "targets", KEYS, "losses", "embed_head", "acc_embed_head", 
 
 
 class Role(NamedTuple):
-    """The size of a stage, and whether embedding or head belong to it."""
+    """The size of a stage, and whether it has the embedding or the head."""
 
     num_layers: int
     is_first: bool
@@ -55,7 +55,7 @@ class Role(NamedTuple):
 def roles(
     partition: Partition, *, are_alike: bool, have_embed_head: bool = True
 ) -> tuple[Role, ...]:
-    """Return the role of each stage; without have_embed_head all ranks have parts of both."""
+    """Return the role of each stage; have_embed_head=False: each rank has a part of both."""
     first, last = (0, len(partition) - 1) if have_embed_head else (None, None)
     return tuple(
         Role(len(layers), s == first, s == last, None if are_alike else layers.start)
@@ -68,8 +68,8 @@ def task_program(
 ) -> ProgramId | None:
     """Return the program of a task, or None if it has nothing to run.
 
-    keeps_input (remat=full): the stash is the stage's input. So the last stage's forward is part of
-    its backward, with the head, and the first stage's backward embeds its input again.
+    keeps_input (remat=full): the stash is the stage's input. The last stage's backward then runs
+    its forward and the head, and the first stage's backward embeds its input again.
     """
     # 1. values that depend on the stage's place
     embedding = ("embed_head", "inputs", "m") if role.is_first else ("x",)
@@ -77,7 +77,7 @@ def task_program(
     with_grad = ("acc_embed_head",) if role.is_last else ()
     reads: tuple[str, ...] = ("w", KEYS, "m") if with_keys else ("w",)
     writes: tuple[str, ...] = ()
-    # 2. the kinds of tasks
+    # 2. values of each kind of task
     if kind == "F" and keeps_input:
         if role.is_last:
             return None
@@ -105,7 +105,7 @@ def task_program(
     return ProgramId(kind, once(reads), once(writes), role)
 
 
-# kind -> values that the tasks of parts read, and write
+# kind of a part's task -> (values read, values written)
 PART_PROGRAMS: dict[Kind, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "E": (("embed_head", "part", "inputs", "m"), ("own_x",)),
     "S": (("embed_head", "part", "last_y"), ("own_log_sums", "logits")),
@@ -121,7 +121,7 @@ PART_PROGRAMS: dict[Kind, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def part_program(kind: Kind, has_backward: bool) -> ProgramId:
-    """Return the program of a task of a part; T without a backward yields only the loss."""
+    """Return the program of a part's task; without backwards T yields only the loss."""
     reads, writes = PART_PROGRAMS[kind]
     if kind == "T" and not has_backward:
         reads, writes = tuple(name for name in reads if name != "acc_embed_head"), ("losses",)
@@ -136,26 +136,26 @@ def task_entries(
     reductions: Sequence[ProgramId] = (),
     **how: bool,
 ) -> list[PlanEntry]:
-    """Return the tasks of `schedule` in `order`, by their start, with moves between ranks.
+    """Return the plan entries of the tasks of `schedule`, with moves between ranks.
 
-    Tasks that `order` has together run as one program. how: keeps_input and with_keys, see
-    `task_program`. reductions: of each stage, from ("acc", stage) to ("sum", stage). One comes once
-    the sums are complete, right before its rank's next task, so that moves of the last task's
-    values come first; those of stages without layers, whose zeros would take memory early, come
-    last.
+    order: tasks by their start; tasks in one tuple run as one program. how: keeps_input and
+    with_keys of `task_program`. reductions: for each stage, the program that reduces
+    ("acc", stage) to ("sum", stage). A reduction runs once the sums are complete, right before the
+    rank's next task, so that moves of the last task's values come first. Stages without layers are
+    reduced at the end: their zeros would take memory early.
     """
-    # by task, by value that joins those of all parts, by reduced stage
+    # entries by tasks, by joined value and microbatch, by reduced stage
     steps = dict[Any, PlanEntry]()
     backwards = (task for tasks in order for task in tasks if task.kind in "BW")
     last = {task.stage: task for task in backwards} if reductions else {}
-    due: dict[int, int] = {}  # rank: its stage to reduce
+    due: dict[int, int] = {}  # rank -> stage to reduce
     for tasks in order:
-        # 1. the entries
+        # 1. the entries of the tasks
         of_tasks = (_task_entry(schedule, task, role, **how) for task in tasks)
         made = [entry for entry in of_tasks if entry is not None]
         if not made:
             continue
-        # 2. the joins of all parts' values, each before its first reader
+        # 2. the programs that join the values of all parts, each before its first reader
         for entry in made if schedule.vocab_parts else ():
             assert entry.program, "a task has a program"
             assert entry.task, "see `_task_entry`"
@@ -164,7 +164,7 @@ def task_entries(
                 is_here = name == "all_log_sums" or stage == _place(schedule, name)[0]
                 if name in JOINED and (name, m) not in steps and is_here:
                     steps[name, m] = _join(schedule, name, m)
-        # 3. one program for all
+        # 3. a reduction that is due, then one program for the tasks
         rank = made[0].rank
         if rank in due:
             steps[due[rank]] = _reduction(reductions, due[rank], rank)
@@ -216,7 +216,7 @@ def _key(name: str, task: Task, rank: int) -> Key:
 
 
 def _readers(schedule: Schedule, name: str, task: Task) -> list[tuple[int, Key]]:
-    """Return (rank, the value's key there) for each rank that reads a value of a task."""
+    """Return (rank, the value's key on it) for each rank that reads a value of a task."""
     (s, _, m), ranks, last = task, range(schedule.num_ranks), schedule.num_stages - 1
     if name == "y" and s == last:
         return [(r, ("last_y", r, m)) for r in ranks]

@@ -1,7 +1,7 @@
 """The programs of ranks and of tasks: functions of one device, PartitionSpecs, donated arguments.
 
 Functions are traced inside shard_map over the submesh of a rank. Tasks communicate over the axes
-that divide the stage, and over fsdp, if they gather its layers.
+that divide the stage, and over fsdp if they gather its layers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,16 +36,16 @@ from ppctl.schedule.ir import PART_KINDS
 from ppctl.schedule.mesh_axes import DATA_AXES, RANK_AXES
 
 Tree = Any
-# values of tasks with an entry a device, a leading axis of length 1 in its program
+# values that differ by device: a leading axis over devices, of length 1 inside a program
 OF_DEVICE = ("acc", "acc_embed_head", "losses", "stash", "pending", "logits")
 
 
 class ProgramLibrary:
     """The function, PartitionSpecs, donated arguments and compiler preset of each program.
 
-    param_specs: those of each rank's parameters. once: functions by kind of the programs after the
-    gradients; once_specs: the specs of a value that only these have, or None; whole_arrays: the
-    kinds that take a rank's whole arrays, for XLA to divide.
+    param_specs: specs of each rank's parameters. once: functions of the programs after the
+    gradients, by kind. once_specs: returns the specs of a value that only these programs have, or
+    None. whole_arrays: kinds of programs that take a rank's whole arrays, which XLA divides.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ProgramLibrary:
         param_specs: dict[RankRole, Tree],
         sum_axes: tuple[str, ...] = RANK_AXES,
         *,
-        is_one_device: bool = False,  # whether a rank is
+        is_one_device: bool = False,  # whether a rank has one device
         once: Mapping[str, Callable[..., tuple]] | None = None,
         once_specs: Callable[[ProgramId, str], Tree | None] = lambda *_: None,
         whole_arrays: Sequence[str] = (),
@@ -66,7 +66,7 @@ class ProgramLibrary:
         self.device_axes = tuple(axis for axis in RANK_AXES if axis not in model.auto)
 
     def auto_axes(self, program: ProgramId) -> tuple[str, ...]:
-        """Return the axes over which XLA divides a program: all of whole arrays, or the model's."""
+        """Return the axes that XLA divides a program over; for `whole_arrays` all of a rank."""
         if program.kind in self.whole_arrays:
             return RANK_AXES
         is_task = program.kind in TASKS or isinstance(program.shape, FusedTasks)
@@ -95,11 +95,11 @@ class ProgramLibrary:
             specs = self.model.auto_specs["embed_head"]
             trained = self.model.trained_embed_head(specs)
             return specs if name == "embed_head" else self._with_devices(trained)
-        # gathered parameters: each device has its shard in the stage, or all have the same
+        # a gathered embed_head is declared replicated, also if devices hold shards of the stage
         return P() if name in ("embed_head", *NUMBERS) else P(self.device_axes)
 
     def _with_devices(self, specs: Tree) -> Tree:
-        """Return the specs of sums with an entry a device, from those of their parameters."""
+        """Return the specs of sums with a leading device axis, from those of their parameters."""
         return jax.tree.map(lambda spec: P(self.device_axes, *spec), specs)
 
     def all_specs(self, program: ProgramId, names: Sequence[str]) -> list[Tree]:
@@ -138,7 +138,7 @@ class ProgramLibrary:
         return jax.tree.map(lambda spec: P(*spec[2:]), staged)
 
     def function(self, program: ProgramId) -> Callable[..., tuple]:
-        """Return a program's function of one device, from the values of its reads to its writes."""
+        """Return a program's function of one device, from values read to values written."""
         model, shape = self.model, program.shape
         if program.kind == "prepare":
             return partial(prepare_rank, model, shape, program, self.param_specs[shape])
@@ -167,14 +167,14 @@ class ProgramLibrary:
         return task
 
     def donated(self, program: ProgramId) -> tuple[str, ...]:
-        """Return the values read whose memory the values written reuse."""
+        """Return the names of values read whose memory the values written reuse."""
         if isinstance(program.shape, FusedTasks):
             of = lambda part, names: [name in self.donated(part) for name in names]  # noqa: E731
             found = program.shape.by_name(of)
             return tuple(name for name, is_donated in found.items() if is_donated)
         if program.kind in ("prepare", "reduce"):
             return ()
-        if program.kind == "finish":  # sums that become gradients unchanged: of one chunk or device
+        if program.kind == "finish":  # a single chunk's or device's sums are the gradients
             passed = (program.reads.count("sum") == 1) * ("sum",)
             passed += self.is_one_device * ("acc_embed_head",)
             return tuple(name for name in passed if name in program.reads)
@@ -186,7 +186,7 @@ class ProgramLibrary:
         return tuple(replaced)
 
     def preset(self, program: ProgramId) -> CompilerPreset:
-        """Return the compiler's preset for a program, on CPU."""
+        """Return the compiler preset of a program on CPU."""
         if program.kind == "prepare" or program.kind in self.once:
             return "once"
         if isinstance(program.shape, FusedTasks):
@@ -208,12 +208,12 @@ def _microbatch_of(model: Model, v: dict[str, Any], name: str) -> Tree:
 
 
 def _embedded(model: Model, v: dict[str, Any]) -> jax.Array:
-    """Return the embedding of a microbatch, by a rank's part of the vocabulary its summand."""
+    """Return the embedding of a microbatch, or its summand from a part of the vocabulary."""
     return model.embed(v["embed_head"], _microbatch_of(model, v, "inputs"), v.get("part"))
 
 
 def _with_embedding(model: Model, v: dict[str, Any], gx: jax.Array) -> Tree:
-    """Return the sums of gradients with that of the embedding."""
+    """Return the sums of gradients with the embedding's gradient added."""
     inputs, total = _microbatch_of(model, v, "inputs"), v["acc_embed_head"]
     return model.add_embedding(v["embed_head"], inputs, gx, total, v.get("part"))
 
@@ -221,7 +221,7 @@ def _with_embedding(model: Model, v: dict[str, Any], gx: jax.Array) -> Tree:
 def _with_head(
     model: Model, v: dict[str, Any], y: jax.Array
 ) -> tuple[jax.Array | None, dict[str, Any]]:
-    """Return (gradient of y, sums by name with loss and gradients); (None, losses) to evaluate."""
+    """Return (gradient of y, sums of losses and gradients); evaluations: (None, losses)."""
     args = v["embed_head"], y, _microbatch_of(model, v, "targets")
     known = (v["all_log_sums"], v["logits"], v["part"]) if "part" in v else ()
     add = partial(jax.tree.map, lambda total, a: total + jnp.asarray(a, total.dtype), v["losses"])
@@ -236,7 +236,7 @@ def add_device_dim(tree: Tree) -> Tree:
 
 
 def run_task(model: Model, kind: str, role: Role, v: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that a stage's task of this kind writes, by name, from those it reads."""
+    """Return the values by name that a stage's task of this kind writes; v: those it reads."""
     # 1. a forward
     first = role.first_layer
     numbers = None if first is None else range(first, first + role.num_layers)

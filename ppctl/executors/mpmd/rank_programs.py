@@ -1,4 +1,4 @@
-"""The programs of a rank once a step: prepare parameters, reduce stages' gradients, join them."""
+"""Programs that a rank runs once a step: prepare parameters, reduce gradients, join them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,9 +28,9 @@ class RankRole:
     """The stages of a rank, and its role in summing gradients of shared leaves of embed_head."""
 
     stages: tuple[Role, ...]
-    num_layer_slots: int  # of a chunk in the staged form: its layers and padding
+    num_layer_slots: int  # slots of a staged chunk, for its layers and padding
     shared: str | None = None  # "adds" (this rank sums all ranks' gradients) | "gives"
-    vocab_parts: int = 0  # of embedding and head, one on this rank; 0: they are whole
+    vocab_parts: int = 0  # parts of embedding and head, one per rank; 0: undivided
 
     @property
     def has_first(self) -> bool:
@@ -43,7 +43,10 @@ class RankRole:
 
     @property
     def layer_in_slot(self) -> np.ndarray:
-        """The layer of each slot, int [V, 1, K]; -1 where padded. Of equal layers only the sign."""
+        """Layer number of each slot, int [V, 1, K]; -1 in padding.
+
+        Numbers of equal layers start at 0 in each stage: only their sign is used.
+        """
         slots = np.full((len(self.stages), 1, self.num_layer_slots), -1)
         for v, role in enumerate(self.stages):
             slots[v, 0, : role.num_layers] = np.arange(role.num_layers) + (role.first_layer or 0)
@@ -65,7 +68,7 @@ def rank_roles(model: Model, layout: Layout, roles: tuple[Role, ...]) -> tuple[R
 
 
 class StageSums(NamedTuple):
-    """The layers of a stage's sums of gradients, and layer slots of a chunk in the staged form."""
+    """The sizes of a stage's sums of gradients: its layers, and the slots of a staged chunk."""
 
     num_layers: int
     num_layer_slots: int
@@ -84,10 +87,10 @@ def rank_entries(
     with_grads: bool,
     inputs: LayerInputs = NO_INPUTS,
 ) -> tuple[list[PlanEntry], list[PlanEntry]]:
-    """Return the entries before the tasks, from ("params", rank), and after, to ("grads", rank).
+    """Return (entries before the tasks, entries after), from ("params", rank) to ("grads", rank).
 
-    Gradients of shared leaves go from the ranks that give them to the one that adds; the whole sum
-    goes back as ("shared", rank).
+    Gradients of shared leaves go from the ranks that give them to the one that adds; their sum goes
+    back as ("shared", rank).
     """
     before, after, back = {}, [], []
     givers = [r for r, here in enumerate(ranks) if here.shared == "gives"]
@@ -138,10 +141,10 @@ def rank_entry(
 def prepare_rank(
     model: Model, here: RankRole, program: ProgramId, specs: Tree, *values: Any
 ) -> tuple:
-    """Return the first values of a rank's tasks: parameters in the compute dtype, sums of zero.
+    """Return the first values of a rank's tasks: parameters in the compute dtype, zero sums.
 
-    values: of `program.reads`; the parameters are the rank's: {"embed_head": None where not used,
-    "layers": [V, 1, K, ...]}, sharded by `specs`. Layers come whole unless tasks gather them.
+    values: those of `program.reads`. The rank's parameters are {"embed_head": None for unused
+    leaves, "layers": [V, 1, K, ...]}, sharded by `specs`. Layers are gathered unless tasks do so.
     """
     # 1. the rank's parameters in the compute dtype
     v = dict(zip(program.reads, values, strict=True))
@@ -177,7 +180,7 @@ def prepare_rank(
 def reduce_stage(
     model: Model, sums: StageSums, specs: Tree, axes: tuple[str, ...], acc: Any
 ) -> tuple[Tree]:
-    """Return a stage's sums of gradients over `axes`, [layer slots, ...], sharded by `specs`."""
+    """Return a stage's gradients summed over `axes`, [layer slots, ...], sharded by `specs`."""
     return (scatter_sums(_stacked(model, sums.num_layer_slots, acc), specs, axes),)
 
 
@@ -189,10 +192,11 @@ def finish_rank(
     axes: tuple[str, ...],
     *values: Any,
 ) -> tuple:
-    """Return a rank's gradients, summed over `axes` and sharded as parameters, not yet divided.
+    """Return a rank's gradients, summed over `axes`, sharded as parameters, not yet divided.
 
-    The rank that adds also has the others' sums of shared leaves; the others leave these None in
-    their gradients. Attached losses, by layer, come last.
+    The rank that adds includes the given sums of shared leaves, and also returns their total. Ranks
+    that give return their sums apart, with None in their gradients. Attached losses, by layer, come
+    last.
     """
     # 1. the layers, stacked by chunk
     named = list(zip(program.reads, values, strict=True))
@@ -201,7 +205,7 @@ def finish_rank(
     layers, losses = model.inputs.separate(layers)
     attached = (losses,) if losses else ()
     # 2. embedding and head, summed
-    embed_head = model.trained_embed_head(specs["embed_head"])  # None on ranks without
+    embed_head = model.trained_embed_head(specs["embed_head"])  # None for leaves not on this rank
     acc = dict(named).get("acc_embed_head")
     if acc is not None:
         embed_head = scatter_sums(drop_device_dim(acc), embed_head, axes)
@@ -222,7 +226,7 @@ def without_shared(model: Model, embed_head: Tree) -> Tree:
 
 
 def with_shared(embed_head: Tree, shared: Tree) -> Tree:
-    """Return embedding and head with the shared leaves, None in it."""
+    """Return embedding and head with its None leaves filled from `shared`."""
     fill = lambda a, b: b if a is None else a  # noqa: E731
     return jax.tree.map(fill, embed_head, shared, is_leaf=is_none)
 
@@ -232,7 +236,7 @@ def drop_device_dim(tree: Tree) -> Tree:
 
 
 def _stacked(model: Model, num_layer_slots: int, acc: Any) -> Tree:
-    """Return the sums of a stage's layers, [num_layer_slots, ...], padded with zeros."""
+    """Return a stage's sums as arrays [num_layer_slots, ...], padded with zeros."""
     if isinstance(acc, list):
         zero = lambda a: jnp.zeros((0, *a.shape), a.dtype)  # noqa: E731
         held = model.with_inputs(model.held["layers"])

@@ -1,9 +1,9 @@
-"""From a staged tree on the whole mesh to a tree for each rank on its submesh, and back.
+"""Split a staged tree on the whole mesh into a tree for each rank on its submesh, and join them.
 
-Layers, parts of leaves and counts are the ranks' shards of the staged form, so neither way copies
-them. Other leaves of embedding and head reach the ranks that use them by way of all ranks, one at a
-time: with several processes only programs of the whole mesh can do that. Ranks of other processes
-have None throughout.
+Layers, parts of leaves and counts are the ranks' shards of the staged form, so neither direction
+copies them. Other leaves of embedding and head pass through all ranks, one leaf at a time: with
+several processes only programs of the whole mesh can move them. Ranks of other processes have None
+throughout.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ Tree = Any
 
 
 class Division:
-    """The division of staged trees; holders: the ranks that hold each leaf of `embed_head`."""
+    """The division of staged trees by rank; holders: ranks that hold each leaf of `embed_head`."""
 
     def __init__(self, layout: Layout, embed_head: Tree, holders: Sequence[tuple[int, ...]]):
         mesh, kinds = layout.mesh, (AxisType.Auto,) * len(RANK_AXES)
@@ -70,7 +70,10 @@ class Division:
         return tuple(n // parts if dim == shard.dim else n for dim, n in enumerate(shape))
 
     def described(self, tree: Tree, rank: int, above: tuple = ()) -> tuple[Tree, Tree]:
-        """Return (shapes, specs) of a rank's part of a staged tree at a path; None: missing."""
+        """Return (shapes, specs) of a rank's part of a staged tree, None for leaves not held.
+
+        above: the path of the tree.
+        """
         flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
         shapes, specs = [], []
         for path, a in flat:
@@ -82,13 +85,13 @@ class Division:
         return jax.tree.unflatten(treedef, shapes), jax.tree.unflatten(treedef, specs)
 
     def split(self, tree: Tree) -> tuple[Tree, ...]:
-        """Return the tree of each rank, None for leaves it does not hold; layers share memory."""
+        """Return the tree of each rank, None for leaves not held; layers share memory."""
         flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
         by_leaf = [self._split(path, a) for path, a in flat]
         return tuple(jax.tree.unflatten(treedef, leaves) for leaves in zip(*by_leaf, strict=True))
 
     def _split(self, path: tuple, a: jax.Array) -> list[jax.Array | None]:
-        """Return a leaf for each rank."""
+        """Return a leaf on each rank, None on ranks that do not hold it."""
         kind, holders = self._place(path, a.shape)
         spec, shape = self.spec(path, a.shape), self.shape(path, a.shape)
         if kind == "embed_head":
@@ -101,7 +104,7 @@ class Division:
         return found
 
     def join(self, trees: Sequence[Tree], shapes: Tree) -> Tree:
-        """Return the staged tree, of these shapes, of the ranks' trees; layers share memory."""
+        """Return the staged tree of these shapes from the ranks' trees; layers share memory."""
         pairs, is_leaf = zip(trees, self.submeshes, strict=True), lambda a: a is None
         leaves = [jax.tree.leaves(tree, is_leaf) for tree, submesh in pairs if is_mine(submesh)]
 

@@ -1,8 +1,8 @@
-"""Arrays by each device's part of them: how values pass between submeshes of several processes.
+"""Arrays made of each device's part, to move values between submeshes of several processes.
 
-A process sees only its own devices' shards. To let devices of different submeshes, or ranks with
-different values, take part in one program, each gives its part as its copy of an array that counts
-as replicated: inside shard_map each device sees its part.
+A process sees only the shards of its devices. A program may need values from different submeshes,
+or values that differ between ranks. Then each device gives its part as its copy of an array that is
+declared replicated; inside shard_map each device sees its part.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 Tree = Any
 Device = Any
 Part = tuple[tuple[int, ...], np.dtype]  # shape and dtype of a device's part of an array
-PAIR = "pair"  # the axis of the two submeshes
+PAIR = "pair"  # mesh axis of sender and receiver
 TURN: Part = (), np.dtype("int32")
 
 
@@ -30,25 +30,25 @@ def local_shards(a: jax.Array) -> dict[Device, jax.Array]:
 def from_shards(
     shape: tuple[int, ...], sharding: NamedSharding, parts: Mapping[Device, jax.Array]
 ) -> jax.Array:
-    """Return the array whose devices hold these parts; other devices' parts are ignored."""
+    """Return the array made of these parts; parts of devices outside its mesh are ignored."""
     assert isinstance(sharding.mesh, Mesh), "a mesh of devices"
     here = [parts[device] for device in sharding.mesh.devices.flat if device in parts]
     return jax.make_array_from_single_device_arrays(shape, sharding, here)
 
 
 def each_its_own(mesh: Mesh, parts: Mapping[Device, jax.Array]) -> jax.Array:
-    """Return an argument of a program on `mesh`: each device's own part, all of one shape."""
+    """Return an argument of a program on `mesh` made of each device's part, all of one shape."""
     return from_shards(next(iter(parts.values())).shape, NamedSharding(mesh, P()), parts)
 
 
 def local_zeros(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> dict[Device, jax.Array]:
-    """Return zeros on each device of this process, for arrays that other devices fill."""
+    """Return zeros on each device of this process, as its parts of arrays."""
     mine = (device for device in mesh.devices.flat if device.process_index == jax.process_index())
     return {device: jax.device_put(np.zeros(shape, dtype), device) for device in mine}
 
 
 def processes(mesh: Mesh) -> list[int]:
-    """Return the process of each device."""
+    """Return the process index of each device."""
     return [device.process_index for device in mesh.devices.flat]
 
 
@@ -61,13 +61,13 @@ def is_mine(mesh: Mesh) -> bool:
 
 
 def pair_mesh(sender: Mesh, receiver: Mesh) -> Mesh:
-    """Return both meshes as one, [2, *shape]."""
+    """Return the mesh [2, *shape] of both submeshes."""
     devices = np.stack([sender.devices, receiver.devices])
     return Mesh(devices, (PAIR, *sender.axis_names), axis_types=(AxisType.Auto,) * devices.ndim)
 
 
 def copy_across(sender: Mesh, receiver: Mesh, there: Tree, value: Tree) -> tuple[Tree]:
-    """Copy a value to a receiver on the same processes: each process copies its shards."""
+    """Copy a value to a receiver on the same processes; there: shardings at the receiver."""
     counterpart = dict(zip(sender.devices.flat, receiver.devices.flat, strict=True))
 
     def one(a: jax.Array, sharding: NamedSharding) -> jax.Array:
@@ -104,11 +104,11 @@ def lower_crossing(
 def crossing(
     compiled: Callable[..., Sequence], sender: Mesh, receiver: Mesh, shapes: Tree, there: Tree
 ) -> Callable[..., tuple]:
-    """Return the call (turns of both, value) -> (their next turns, value there) of a crossing.
+    """Return the call (sender's turn, receiver's turn, value) -> (next turns, received value).
 
-    `there`: shardings at the receiver. Values are None where this process has no devices.
+    there: shardings at the receiver. Turns and values are None where this process has no devices.
     """
-    # 1. shapes and shardings; receivers give blank parts, shared by those of one shape
+    # 1. shapes and shardings; receivers give zeros, shared by parts of one shape
     pair, sends, receives = pair_mesh(sender, receiver), is_mine(sender), is_mine(receiver)
     parts = parts_of(shapes)
     blank = {part: local_zeros(receiver, *part) if receives else {} for part in set(parts)}
@@ -144,7 +144,7 @@ def from_holder(
     spec: P,
     sharding: NamedSharding,
 ) -> jax.Array:
-    """Return an array of this sharding from the shards by `spec` at place `holder` along `axis`."""
+    """Return an array of this sharding from the shards (by `spec`) at index `holder` of `axis`."""
     return _spread(mesh, axis, holder, spec, sharding)(each_its_own(mesh, parts))
 
 

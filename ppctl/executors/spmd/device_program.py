@@ -1,4 +1,4 @@
-"""The parts of a device's spmd program for any ticks: parameters, slots, stages, embed_head."""
+"""A device's spmd program for any ticks: parameters, slots, stages, embedding and head."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,9 +20,9 @@ from ppctl.schedule.ir import Kind
 from ppctl.schedule.tick_lowering import Ticks
 
 Tree = Any
-MOST_PADDED = 4  # arrays; XLA fuses concatenations of more of them
+MOST_PADDED = 4  # arrays stacked by `padded_sum`; XLA fuses concatenations of more
 
-# names in the compiled program by which a profile finds the operations of a tick's task
+# names in the compiled program; a profile finds the operations of a tick's tasks by them
 SCOPES: dict[Kind, str] = {
     "F": "tick_forward",
     "B": "tick_backward",
@@ -37,8 +37,8 @@ SCOPES: dict[Kind, str] = {
 class Device:
     """One device, traced inside shard_map.
 
-    Sums over tasks so far are `ends`, (losses, their number, gradients of embedding and head), and
-    the gradients of the layers, a tree for each chunk.
+    It carries two sums over the tasks so far: `ends`, (losses, their number, gradients of embedding
+    and head), and `layers`, the gradients of the layers, a tree for each chunk.
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class Device:
         params: Tree,
         specs: Tree,
         batch: Tree,
-        table: jax.Array,  # its ticks, [1, tick, column]
+        table: jax.Array,  # ticks of this rank, [1, tick, column]
         counts: jax.Array,  # layers of each chunk, [V, 1]
-        numbers: jax.Array,  # of its layers in the model, as they are staged
+        numbers: jax.Array,  # layer number of each slot, [V, 1, K]
     ):
         # 1. the arguments
         self.model, self.stack, self.ticks, self.x = model, model.stack, ticks, model.x
@@ -61,7 +61,7 @@ class Device:
         chunks = range(self.num_chunks)
         slots = [_layer_slots(self.stack, layout, v, counts[v, 0], numbers[v, 0]) for v in chunks]
         self.layer_slots, self.are_sharded = slots, layout.mesh.shape["fsdp"] > 1
-        # 2. parameters, gathered here or, of layers, by the stage
+        # 2. parameters, gathered here unless the stage gathers its layers
         shards, by_rank = model.computed_params(params, numbers), P(None, "pp")
         self.embed_head = gather_shards(shards["embed_head"], specs["embed_head"])
         layers = model.inputs.extended(specs["layers"], by_rank, by_rank)
@@ -81,7 +81,7 @@ class Device:
         return [[take(v, 0, k) for k in range(num_layers)] for v in range(num_chunks)]
 
     def chunk(self, v: int, m: Any = 0) -> tuple[Any, LayerSlots | None]:
-        """Return (layers, their slots) of chunk v for a task of microbatch m; of shapes, any m."""
+        """Return (layers, their slots) of chunk v for microbatch m; shapes are equal for any m."""
         keys = self.microbatch(KEYS, m) if KEYS in self.microbatches else None
         return self.model.inputs.with_keys(self.chunks[v], keys), self.layer_slots[v]
 
@@ -94,8 +94,9 @@ class Device:
     ) -> tuple[Tree, Tree]:
         """Return value, carry = run(carry) where active, else (otherwise(), carry).
 
-        XLA updates a loop's carry in place, but for GPUs copies much of a branch's: sums and slots,
-        in every tick. For CPUs it does not, and runs loops slower.
+        On GPUs this is a loop of at most one turn: XLA updates a loop's carry in place, but copies
+        much of a branch's carry (sums and slots) in every tick. On CPUs branches copy nothing, and
+        loops are slower.
         """
         if not self.model.for_gpu:
             return jax.lax.cond(active, run, lambda carry: (otherwise(), carry), carry)
@@ -129,7 +130,7 @@ class Device:
     # slots and sums
 
     def slots(self) -> dict[str, Tree]:
-        """Return all slots, empty; None for stashes that stay where they arrived, or no pending."""
+        """Return all slots, zeroed; stash and pending are None if the ticks have no slots."""
         shapes = {"stash": self.stage.stash_shapes, "pending": self.stage.pending_shapes}
         found: dict[str, Tree] = {}
         for name, number in self.ticks.num_slots.items():
@@ -140,7 +141,7 @@ class Device:
         return found
 
     def zero_sums(self) -> tuple[Tree, Tree]:
-        """Return (ends, gradients of the layers); without backwards only of losses."""
+        """Return zero (`ends`, layer gradients); without backwards all gradients are None."""
         losses, model = zeros_like(self.model.losses), self.model
         if not self.ticks.has_backward:
             return (*losses, None), None
@@ -160,9 +161,9 @@ class Device:
     ) -> tuple[dict[str, jax.Array], jax.Array, Tree]:
         """Return (sums of losses by name, number, sums of gradients laid out as the parameters).
 
-        reduced: returns the sums over all replicas of gradients and their specs. Where it scatters
-        them to shards, layers are apart and stacked only then. Stacked earlier, gradients would be
-        in memory twice, and XLA transposes arrays to scatter another dim than the first.
+        reduced(gradients, specs): returns the sums over all replicas. If it scatters them to
+        shards, layers are stacked only after it: stacked gradients would be in memory twice, and
+        XLA transposes arrays to scatter another dim than the first.
         """
         # 1. sums over all replicas
         loss, number, embed_head = ends
@@ -180,7 +181,7 @@ class Device:
         }
         grads = reduced({"embed_head": embed_head, "layers": layers}, specs)
         layers = grads["layers"]
-        # 2. stacked
+        # 2. layers, stacked
         num_slots = len(layers) * (len(layers[0]) if is_list else 1)
         stack = padded_sum if self.model.for_gpu and num_slots <= MOST_PADDED else jnp.stack
         if is_list:
@@ -197,7 +198,7 @@ class Device:
         return self.model.embed(self.embed_head, self.microbatch("inputs", m))
 
     def add_head(self, y: jax.Array, m: Any, ends: Tree) -> tuple[jax.Array, Tree]:
-        """Return (gradient of y, or y without backwards; ends with microbatch m's head)."""
+        """Return (gradient of y, or y without backwards; `ends` with microbatch m added)."""
         args = self.embed_head, y, self.microbatch("targets", m)
         if not self.ticks.has_backward:
             return y, (*jax.tree.map(jnp.add, ends[:2], self.model.head(*args)), None)
@@ -205,7 +206,7 @@ class Device:
         return gy, (*jax.tree.map(jnp.add, ends[:2], losses), total)
 
     def add_embedding(self, gx: jax.Array, m: Any, total: Tree) -> Tree:
-        """Return the gradients of embedding and head, that of microbatch m's embedding added."""
+        """Return `total` with the gradient of microbatch m's embedding added."""
         return self.model.add_embedding(self.embed_head, self.microbatch("inputs", m), gx, total)
 
 
@@ -229,8 +230,8 @@ def empty_slots(count: int, tree: Tree) -> Tree:
 def padded_sum(arrays: Sequence[jax.Array]) -> jax.Array:
     """Return jnp.stack(arrays), as a sum of arrays padded with zeros.
 
-    XLA for GPUs makes one kernel with one result of a concatenation of few large arrays. The update
-    of stacked gradients would then take a pass for each moment, and one for the parameters.
+    XLA for GPUs compiles a concatenation of few large arrays to one kernel with one result. The
+    update of stacked gradients then takes a pass for each moment, and one for the parameters.
     """
     last = len(arrays) - 1
     widths = ([(k, last - k), *[(0, 0)] * a.ndim] for k, a in enumerate(arrays))

@@ -1,8 +1,8 @@
 """The spmd executor: a schedule as ONE XLA program, a scan over ticks.
 
-All mesh axes are manual: parameters are gathered over fsdp explicitly, and the axes that do not
-divide a leaf reduce its gradients once a step. Program size does not depend on the number of
-microbatches, and live activations are the slots of `schedule.ticks`.
+All mesh axes are manual: parameters are gathered over fsdp explicitly, and gradients of a leaf are
+reduced once a step over the axes that do not divide it. Program size does not depend on the number
+of microbatches, and live activations are the slots of `schedule.tick_lowering`.
 
 Tried and rejected: reducing a chunk's gradients between two scans, after its last microbatch. XLA's
 scheduler for GPUs moves no collective over a loop: compiled for H100s both reductions came after
@@ -34,9 +34,9 @@ Tree = Any
 def spmd(model: Model, layout: Layout, ticks: Ticks) -> Callable[[Tree, Tree], tuple[Any, Tree]]:
     """Return the function (params, batch) -> (losses, gradients) that runs ticks on layout's mesh.
 
-    params: in staged form (`Layout.to_staged`); batch and results: as of `reference`, the gradients
-    with the parameters' layout and sharding. With ticks of forwards only
-    (`schedule.ticks.forward_only`) the function returns (loss, number of losses in the mean).
+    params are in staged form (`Layout.to_staged`). batch and results are those of `reference`, with
+    gradients in the parameters' layout and sharding. For a schedule of only forwards
+    (`tick_lowering.forward_only`) the function returns (loss, number of losses in the mean).
     """
     assert ticks.remat is model.remat, "ticks are lowered for the remat of their program"
     assert ticks.schedule.rank_of == layout.rank_of, "ticks are lowered for the layout"
@@ -84,10 +84,11 @@ def spmd(model: Model, layout: Layout, ticks: Ticks) -> Callable[[Tree, Tree], t
 def spmd_of_rank(
     model: Model, layout: Layout, ticks: Ticks
 ) -> Callable[..., tuple[Tree, jax.Array, Tree]]:
-    """Return a rank's part of these ticks, run alone: (params, batch, *`rank_arrays`) -> results.
+    """Return the function (params, batch, *`rank_arrays`) -> results of one rank by itself.
 
-    params: the rank's, in staged form [V, 1, K, ...], whole for any fsdp. Results: sums of losses,
-    their number, sums of gradients. A rank receives the values that it sends, with noise.
+    params: the rank's parameters in staged form [V, 1, K, ...], whole for any fsdp. Results: sums
+    of losses, their number, sums of gradients. In place of other ranks' values, the rank receives
+    its outputs plus noise.
     """
 
     def alone(params: Tree, batch: Tree, *rank: jax.Array) -> tuple[Tree, jax.Array, Tree]:
@@ -115,7 +116,7 @@ def _of_ranks(layout: Layout, ticks: Ticks) -> tuple[jax.Array, ...]:
 def spmd_bytes(model: Model, layout: Layout, ticks: Ticks, layers: Tree) -> dict[str, int]:
     """Return the bytes on one device, by use; layers: all layers in staged form, sharded."""
     # 1. parameters and sums of gradients
-    num_layers, parts = int(layout.counts.max()), ("embed_head", "layers")  # of a chunk, padded
+    num_layers, parts = int(layout.counts.max()), ("embed_head", "layers")  # layers per chunk
     held = layout.num_chunks * num_layers
     embed_head, layer = (model.held[part] for part in parts)
     trained, trained_layer = (trained_part(model.held[p], model.stack.trains(p)) for p in parts)
@@ -135,7 +136,7 @@ def spmd_bytes(model: Model, layout: Layout, ticks: Ticks, layers: Tree) -> dict
 
 
 def waiting_bytes(model: Model, num_layers: int, *, with_pending: bool) -> tuple[int, int]:
-    """Return the bytes of a microbatch's stash and pending values, whole where XLA divides."""
+    """Return (bytes of a stash, bytes of pending values), whole if XLA divides the stage."""
     stage, w = model.stage, [model.computed_layer] * num_layers
     pending = lambda: tree_bytes(stage.pending_shapes(w)) if with_pending else 0  # noqa: E731
     return model.traced(lambda: (tree_bytes(stage.stash_shapes(w)), pending()))

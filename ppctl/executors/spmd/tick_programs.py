@@ -1,12 +1,12 @@
 """The body of the scan over the ticks of a device.
 
-Forward-backward ticks ("fb"), an F and then a B, for looped schedules of whole backwards: one ring
-permute each way, and slots for activations and gradients apart. Single-op ticks, one task of any
-kind, for split backwards and turning placements (V): the one output stays on the rank or hops to
-either neighbour. The program has only the kinds and hops of the schedule.
+Forward-backward ticks ("fb") run an F and then a B, for looped schedules of whole backwards: one
+ring permute each way, and separate slots for activations and gradients. Single-op ticks run one
+task of any kind, for split backwards and V-shaped placements: the output stays on the rank or hops
+to either neighbour. The program has only the kinds and hops of the schedule.
 
 Tried and rejected: one switch over the kinds. If a branch reads slots that another branch writes,
-the compiler copies all slots in every tick: on CPU that doubled the step.
+the compiler copies all slots in every tick: on CPU that doubled the step time.
 """
 
 from collections.abc import Callable
@@ -23,21 +23,22 @@ from ppctl.schedule.ir import KINDS, Kind
 from ppctl.schedule.tick_table import FB_HOPS, HOPS, task_columns
 
 Tree = Any
-At = dict[str, jax.Array]  # a tick's columns by name, a task's as single-op ticks name them
+At = dict[str, jax.Array]  # columns of a tick, by their names in single-op ticks
 
 
 class TickBody:
-    """Its tasks are functions (columns of the tick, output, carry) -> (output, carry).
+    """The body of the scan. Tasks are functions (tick's columns, output, carry) -> (output, carry).
 
-    Carried from tick to tick: slots of arrivals, "act" and "grad", or "value" for both; `stash`
-    (None with remat=full); `pending`, from I to W; `ends` and `layers`, the sums of the device.
+    The carry holds slots of arrived values ("act" and "grad" in fb ticks, else "value"), slots
+    `stash` (None with remat=full) and `pending` (from I to W), and the device's sums: `ends` (of
+    losses, and of gradients of embedding and head) and `layers`.
     """
 
     def __init__(self, device: Device, hop: Callable[[jax.Array, int], jax.Array]):
         # 1. the slots of values that arrive
         ticks = device.ticks
         self.device, self.stage, self.is_fb = device, device.stage, ticks.program == "fb"
-        self.hop = hop  # the value of the rank so many ranks before
+        self.hop = hop  # (value, step) -> value of the rank `step` ranks before
         self.act, self.grad = ("act", "grad") if self.is_fb else ("value", "value")
         self.has_parts = bool(ticks.schedule.vocab_parts)
         # 2. the kinds and hops that occur, each with its number in the table
@@ -62,7 +63,7 @@ class TickBody:
         }
 
     def run(self) -> tuple[Tree, Tree]:
-        """Return the sums of the device after all ticks: ends, and of the layers."""
+        """Return the device's sums after all ticks: (`ends`, `layers`)."""
         device = self.device
         carry = device.slots()
         carry["ends"], carry["layers"] = device.zero_sums()
@@ -105,7 +106,7 @@ class TickBody:
     # passes of the parts of a divided vocabulary
 
     def _is_at(self, at: dict[str, At], kinds: str, place: str) -> jax.Array:
-        """Return whether a task of one of these kinds runs, of the "first" or the "last" stage."""
+        """Return whether a task of these kinds runs for the "first" or the "last" stage."""
         runs = (
             (at[kind]["kind"] == number) & (at[kind][place] > 0)
             for kind, number in self.kinds.items()
@@ -123,7 +124,7 @@ class TickBody:
             return carry | {self.act: write_arrival(carry[self.act], *arrival)}
 
     def _head_part(self, at: dict[str, At], outs: Tree, carry: Tree) -> tuple[Tree, Tree]:
-        """Return (outputs, carry) after S and T in one: apart, ranks would only wait longer."""
+        """Return (outputs, carry) after S and T in one pass: separate passes would wait twice."""
         device, y, m = self.device, outs[self.act], at["F"]["head"]
         trains, is_last = device.ticks.has_backward, self._is_at(at, "F", "last")
 
@@ -134,7 +135,7 @@ class TickBody:
         with jax.named_scope(SCOPES["T"]):
             gy, ends = device.run_if(m > 0, run, lambda: y, carry["ends"])
             carry = carry | {"ends": ends}
-            if not self.is_fb:  # the last stage's rank sends it to itself
+            if not self.is_fb:  # the last stage's rank sends gy to itself
                 outs = {"value": jnp.where(is_last, gy, y)}
             elif trains:
                 carry["grad"] = write_arrival(carry["grad"], at["F"]["grad"], gy, is_last)
@@ -149,7 +150,7 @@ class TickBody:
     # embedding and head on the first and the last stage
 
     def _input(self, at: At, carry: Tree) -> jax.Array:
-        """Return a stage's input: the first embeds tokens, unless in parts; others receive it."""
+        """Return a stage's input: embedded tokens on an undivided first stage, else the arrival."""
         slots, embed = carry[self.act], lambda: self.device.embed(at["microbatch"])
         arrived = lambda: read_slot(slots, at["act"])  # noqa: E731
         if self.has_parts:
@@ -159,7 +160,7 @@ class TickBody:
     def _head(
         self, at: At, y: jax.Array, otherwise: Callable | None, ends: Tree
     ) -> tuple[jax.Array, Tree]:
-        """Return (gradient of the loss, new ends) on the last stage, else (otherwise(), ends)."""
+        """Return (gradient of y, new `ends`) on the last stage, else (otherwise(), `ends`)."""
         run = lambda ends: self.device.add_head(y, at["microbatch"], ends)  # noqa: E731
         return (
             run(ends) if otherwise is None else self.device.run_if(at["last"], run, otherwise, ends)
@@ -168,7 +169,7 @@ class TickBody:
     def _add_embedding(
         self, active: jax.Array, gx: Callable[[], jax.Array], m: jax.Array, ends: Tree
     ) -> Tree:
-        """Return ends, where active with the embedding's gradient of microbatch m."""
+        """Return `ends`; if active, with the embedding's gradient of microbatch m added."""
         run = lambda total: (None, self.device.add_embedding(gx(), m, total))  # noqa: E731
         return (*ends[:2], self.device.run_if(active, run, lambda: None, ends[2])[1])
 
@@ -221,8 +222,8 @@ class TickBody:
     def _in_backward(
         self, at: At, carry: Tree, name: str, run: Callable[..., tuple]
     ) -> tuple[jax.Array, Tree]:
-        """Return (gx, carry), where run(chunk, carry[name], ...) -> (gx, the new one, new ends)."""
-        # 1. the stash, and where the cotangent comes from; new ends are () if they do not change
+        """Return (gx, carry) of a backward, run(chunk, carry[name], ...) -> (gx, value, ends)."""
+        # 1. the stash and the cotangent, with the new `ends`; (): unchanged
         device, grads = self.device, carry[self.grad]
         arrived = lambda: read_slot(grads, at["grad"])  # noqa: E731
         recomputes = self.stage.keeps_input
@@ -248,5 +249,5 @@ class TickBody:
 
 
 def _replaced(layers: list, v: int, total: Tree) -> list:
-    """Return the sums of all chunks with that of chunk v replaced."""
+    """Return the sums of all chunks with those of chunk v replaced by `total`."""
     return [total if i == v else each for i, each in enumerate(layers)]

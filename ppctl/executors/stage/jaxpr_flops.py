@@ -1,6 +1,6 @@
 """Floating-point operations of a function, counted in its jaxpr.
 
-The compiler's count is no use: it counts the body of a scan once, for any length.
+The compiler's count is not usable: it counts the body of a scan once, for any length.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class RelativeCosts:
 
     @property
     def without_embed_head(self) -> RelativeCosts:
-        """The costs of stages if every rank has a part of embedding and head."""
+        """The costs without embedding and head, if every rank has a part of both."""
         return RelativeCosts(self.layers, 0.0, 0.0)
 
     def with_parts(self, costs: Costs) -> Costs:
-        """Return costs of tasks with those of each rank's part of embedding and head, in one unit.
+        """Return costs with the seconds of E, S, T and G for one part of embedding and head.
 
-        costs: numbers, of 1/p of the model. Of the head's three products S makes one, and T two.
+        costs: numbers for 1/p of the model. S runs one of the head's three products, T runs two.
         """
         assert not isinstance(costs.forward_s, tuple), "costs of 1/p of the model"
         layers_s = costs.forward_s + costs.backward_s
@@ -66,15 +66,15 @@ class RelativeCosts:
         return stage_costs(partition, **vars(self))
 
     def balanced(self, rank_of: Sequence[int]) -> Partition:
-        """Return the partition with the least cost of its dearest stage; rank_of: of each stage."""
+        """Return the partition that minimizes the largest stage cost; rank_of: rank by stage."""
         return divided_evenly(self.layers, rank_of, embed=self.embed, head=self.head)
 
 
 def relative_costs(stack: Stack, batch: Tree, dtype: Any, *, recompute: bool) -> RelativeCosts:
     """Return the relative costs by FLOPs of matrix products, forward and backward, uncompiled.
 
-    dtype: of compute, by which kernels are chosen. recompute: a layer's forward counts twice.
-    Embedding look-ups count nothing.
+    dtype: compute dtype, which selects kernels. recompute: count the forward of a layer twice.
+    Embedding look-ups cost nothing.
     """
     of = lambda a, first=0: jax.ShapeDtypeStruct(a.shape[first:], dtype)  # noqa: E731
     stack, params = stack.counted(), stack.param_shapes
@@ -88,7 +88,7 @@ def relative_costs(stack: Stack, batch: Tree, dtype: Any, *, recompute: bool) ->
         y, pull = jax.vjp(run, trained_part(w, stack.trains(part)), *args)
         return pull(y)
 
-    def embed(embed_head: Tree, inputs: Any) -> Tree:  # the data need no gradient
+    def embed(embed_head: Tree, inputs: Any) -> Tree:  # inputs need no gradient
         run = lambda embed_head: stack.embed(embed_head, inputs)  # noqa: E731
         return there_and_back("embed_head", run, embed_head)
 
@@ -117,10 +117,10 @@ def _flops(jaxpr: core.Jaxpr) -> int:
 
 
 def equation_flops(equation: core.JaxprEqn) -> int:
-    """Return the FLOPs of the matrix products and convolutions that an equation is or holds.
+    """Return the FLOPs of the matrix products and convolutions in an equation.
 
-    Attention by cuDNN counts all pairs of tokens, as the plain form. A Pallas kernel counts at
-    every point of its grid, also where it skips a block.
+    Attention by cuDNN counts all pairs of tokens, like the plain form. A Pallas kernel counts at
+    every point of its grid, even if it skips the block.
     """
     if equation.primitive.name in PRODUCTS:
         return product_flops(equation)
@@ -140,9 +140,9 @@ def equation_flops(equation: core.JaxprEqn) -> int:
 
 
 def product_flops(equation: core.JaxprEqn) -> int:
-    """Return the FLOPs of one of PRODUCTS; a convolution is a product a kernel position.
+    """Return the FLOPs of one of PRODUCTS; a convolution is one product per kernel position.
 
-    A product of groups counts each row once, for the matrix of its group.
+    A ragged product counts each row once, with the matrix of its group.
     """
     left, right = (v.aval.shape for v in equation.invars[:2])  # pyright: ignore[reportAttributeAccessIssue] of arrays
     out: Any = equation.outvars[0].aval
@@ -152,7 +152,8 @@ def product_flops(equation: core.JaxprEqn) -> int:
     if equation.primitive.name == "ragged_dot_general":
         numbers = equation.params["ragged_dot_dimension_numbers"]
         (contracted, _), _ = numbers.dot_dimension_numbers
-        are_divided = set(numbers.lhs_ragged_dimensions) <= {*contracted}  # each is of one group
+        # groups divide the contracted dim: each product sums over the elements of one group
+        are_divided = set(numbers.lhs_ragged_dimensions) <= {*contracted}
         num_groups = num_groups_of(equation) if are_divided else 1
         return 2 * prod(left[dim] for dim in contracted) * prod(out.shape) // num_groups
     features = equation.params["dimension_numbers"].rhs_spec[0]
@@ -166,7 +167,7 @@ def num_groups_of(equation: core.JaxprEqn) -> int:
 
 
 def inner_jaxprs(equation: core.JaxprEqn) -> list[core.Jaxpr]:
-    """Return the programs that an equation holds."""
+    """Return the jaxprs among the parameters of an equation."""
     params = equation.params.values()
     values = [v for p in params for v in (p if isinstance(p, tuple | list) else (p,))]
     opened = (v.jaxpr if isinstance(v, core.ClosedJaxpr) else v for v in values)

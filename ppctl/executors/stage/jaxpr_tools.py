@@ -1,4 +1,4 @@
-"""Programs as JAX traces them, taken apart and run equation by equation."""
+"""Tools that analyze jaxprs and run them equation by equation."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ Rule = Callable[[core.JaxprEqn, list[Any]], list[Any]]  # equation, operands -> 
 
 
 def interpret(closed: core.ClosedJaxpr, args: Sequence[Any], rule: Rule) -> list[Any]:
-    """Return the outputs of a program whose equations are run by a rule."""
+    """Return the outputs of a program; `rule` runs its equations."""
     jaxpr, env = closed.jaxpr, env_of(closed.jaxpr, closed.consts, args)
     for eqn in jaxpr.eqns:
         outs = rule(eqn, [env_value(env, v) for v in eqn.invars])
@@ -39,7 +39,7 @@ def interpret(closed: core.ClosedJaxpr, args: Sequence[Any], rule: Rule) -> list
 
 
 def retraced(closed: core.ClosedJaxpr, rule: Rule) -> core.ClosedJaxpr:
-    """Return the program as `interpret` runs it."""
+    """Return the program that results from `interpret` with this rule."""
     shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type)  # noqa: E731
     return jax.make_jaxpr(lambda *args: interpret(closed, args, rule))(*map(shape, closed.in_avals))
 
@@ -60,7 +60,8 @@ def flatten(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
 def _run_flat(eqn: core.JaxprEqn, values: list[Any]) -> list[Any]:
     name, called = eqn.primitive.name, called_program(eqn)
     if name == BARRIER or (eqn.params.get("differentiated") and eqn.params["prevent_cse"]):
-        values = [*map(jax.lax.optimization_barrier, values)]  # each may be in I or in W
+        # one barrier for each value, because each may be in I or in W
+        values = [*map(jax.lax.optimization_barrier, values)]
     if called is not None:
         return interpret(called, values, _run_flat)
     if name == BARRIER or _changes_nothing(eqn):
@@ -70,7 +71,7 @@ def _run_flat(eqn: core.JaxprEqn, values: list[Any]) -> list[Any]:
 
 
 def run_jaxpr(closed: core.ClosedJaxpr, args: Sequence[Any], wanted: Mask) -> list[Any]:
-    """Return the wanted outputs, None for others; inputs that they do not need may be anything."""
+    """Return the wanted outputs, None for others; unneeded inputs may be anything."""
     jaxpr, env = closed.jaxpr, env_of(closed.jaxpr, closed.consts, args)
     masks, _ = demand(jaxpr, wanted)
     for i in sorted(masks):
@@ -91,17 +92,17 @@ def add_last_outputs(
 def add_outputs(
     closed: core.ClosedJaxpr, args: Sequence[Any], totals: Sequence[jax.Array | None]
 ) -> list[Any]:
-    """Return each of `totals` with its output added; None: the output.
+    """Return each of `totals` with its output added; for None, return the output.
 
-    No array of a total's size is made, read and added if the program can begin with the total:
-    scatter into it instead of zeros, or sum from it in a scan or a kernel. A product has the dtype
-    of its total: it is rounded only once, and XLA lets cuBLAS add it.
+    If possible, the program begins with the total: it scatters into it instead of zeros, or sums
+    from it in a scan or a kernel. This saves making, reading and adding an array of the total's
+    size. A product has the dtype of its total: it is rounded only once, and XLA lets cuBLAS add it.
     """
     # 1. the values that begin with a total, or take its dtype
     jaxpr, env = closed.jaxpr, env_of(closed.jaxpr, closed.consts, args)
     find, outvars = Origins(jaxpr), list[Any](jaxpr.outvars)
-    begins: dict[core.Var, jax.Array] = {}  # sums that begin with a total
-    dtypes: dict[core.Var, Any] = {}  # products and views of them in a total's dtype
+    begins: dict[core.Var, jax.Array] = {}  # totals that sums begin with, by sum
+    dtypes: dict[core.Var, Any] = {}  # dtypes of totals, by product and its views
     for k, (total, v) in enumerate(zip(totals, jaxpr.outvars, strict=True)):
         if total is None:
             continue
@@ -112,13 +113,12 @@ def add_outputs(
         *_, last = path = find.path(v, lambda eqn: eqn.primitive.name in VIEWS)
         if find.is_product(last) and _can_hold(total.dtype, last.aval.dtype):
             dtypes |= dict.fromkeys(path, total.dtype)
-    # 2. the program, with these
+    # 2. the program, with these totals and dtypes
     for eqn in jaxpr.eqns:
         values, changes = [env_value(env, v) for v in eqn.invars], {}
         for v in eqn.outvars:
-            if (
-                v in begins and eqn.primitive.name == "scatter-add"
-            ):  # bound anew: the call has the program's dtype
+            if v in begins and eqn.primitive.name == "scatter-add":
+                # a new call, because the traced equation has the program's dtype
                 how = {name: eqn.params[name] for name in ("dimension_numbers", *SCATTER_HINTS)}
                 total, (_, places, updates) = begins[v], values
                 env[v] = jax.lax.scatter_add(total, places, updates.astype(total.dtype), **how)
@@ -140,7 +140,7 @@ def add_outputs(
 
 
 class Origins:
-    """The equations that values come from, as long as each value has one reader."""
+    """The equations that make a program's values; values with several readers are not followed."""
 
     def __init__(self, jaxpr: core.Jaxpr):
         self.made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
@@ -148,7 +148,7 @@ class Origins:
         self.uses = Counter(v for v in read if not is_literal(v))
 
     def path(self, v: Any, passes: Callable[[core.JaxprEqn], bool]) -> list[Any]:
-        """Return v, then the operand of the equation that makes it, while equations pass."""
+        """Return [v, operand of v's equation, operand of its equation, ...] while they pass."""
         path = [v]
         while self.is_own(v) and passes(self.made_by[v]):
             v = next(a for a in self.made_by[v].invars if not is_literal(a))
@@ -163,7 +163,7 @@ class Origins:
         return self.is_own(v) and self.made_by[v].primitive.name == "dot_general"
 
     def is_sum_from_zeros(self, v: Any, dtype: Any) -> bool:
-        """Return whether v could begin with a total: scattered into zeros, or summed from them."""
+        """Return whether v is a sum that begins with zeros, so that it could begin with a total."""
         if not self.is_own(v):
             return False
         eqn = self.made_by[v]
@@ -214,7 +214,7 @@ def bind_eqn(eqn: core.JaxprEqn, values: Sequence[Any], **changes: Any) -> list[
 def demand(
     jaxpr: core.Jaxpr, outs: Mask, always: frozenset[int] = frozenset()
 ) -> tuple[dict[int, Mask], Mask]:
-    """Return (by equation, the results that `outs` and equations `always` need; inputs needed)."""
+    """Return (results by equation, inputs) that `outs` and the equations `always` need."""
     need, masks = select_variables(jaxpr.outvars, outs), {}
     for i, eqn in reversed([*enumerate(jaxpr.eqns)]):
         whole = has_effects(eqn) or i in always
@@ -224,7 +224,7 @@ def demand(
         reads = [True] * len(eqn.invars)
         if is_scan(eqn):
             body, (first, num_carry) = eqn.params["jaxpr"].jaxpr, extents(eqn)
-            while True:  # until an iteration needs the carries that it leaves
+            while True:  # until the mask has all carries that an iteration needs
                 _, reads = demand(body, mask)
                 needed = reads[first : first + num_carry]
                 carried = [a or b for a, b in zip(mask, needed, strict=False)]
@@ -238,7 +238,7 @@ def demand(
 
 
 def depending_only(jaxpr: core.Jaxpr, inputs: Mask) -> set[core.Var]:
-    """Return the variables that depend on no input but the given ones."""
+    """Return the variables that depend only on the masked inputs and constants."""
     found = {*jaxpr.constvars, *select_variables(jaxpr.invars, inputs)}
     for eqn in jaxpr.eqns:
         if not has_effects(eqn) and all(is_literal(v) or v in found for v in eqn.invars):
@@ -293,12 +293,12 @@ def extents(eqn: core.JaxprEqn) -> tuple[int, int]:
 
 
 def carry_place(eqn: core.JaxprEqn, v: core.Var) -> int:
-    """Return the input of a scan that begins the carry which it returns as v."""
+    """Return the index of the scan input that starts the carry returned as v."""
     return extents(eqn)[0] + eqn.outvars.index(v)
 
 
 def _changes_nothing(eqn: core.JaxprEqn) -> bool:
-    """Return whether an equation rounds to the precision that a value of at least 32 bits has."""
+    """Return whether an equation rounds a value of at least 32 bits to its present precision."""
     if eqn.primitive.name != "reduce_precision":
         return False
     rounded: Any = eqn.invars[0]

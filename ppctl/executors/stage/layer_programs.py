@@ -1,4 +1,4 @@
-"""The programs of one layer: its forward, its backward, and its backward in two."""
+"""The programs of one layer: its forward, its backward, and its split backward."""
 
 from __future__ import annotations
 
@@ -53,21 +53,24 @@ class LayerPrograms:
     """The programs of a layer as functions of arrays only. `w` and `x` give shapes and dtypes.
 
     `jax.vjp` returns a pytree whose leaves are parameters, constants and residuals. Only residuals
-    wait in slots: the backward takes parameters again and recomputes constants (or the compiler
-    does). trainable: as in `StackOptions`, of one layer; gradients of frozen parameters are None.
+    wait in slots: the backward takes parameters again, and it or the compiler recomputes constants.
+    trainable: as in `StackOptions`, for one layer; gradients of frozen parameters are None.
     """
 
     def __init__(self, function: Layer, remat: Remat, w: Tree, x: Shape, trainable: Tree = True):
         self.run, self.remat, self._shapes, self.trainable = function, remat, (w, x), trainable
-        self._flat: dict[Backward, Any] = {}  # (program, shapes of its results)
+        self._flat: dict[Backward, Any] = {}  # flat program and shapes of its results, by backward
 
     @cached_property
     def _forward(self) -> tuple[core.ClosedJaxpr, Any, list[tuple[int | None, bool]]]:
-        """The program w, x -> y, leaves of the vjp; their treedef; (its parameter, is constant)."""
+        """(program w, x -> y, leaves of the vjp; treedef of the leaves; a pair for each leaf).
+
+        A pair is (index of the leaf's parameter or None, whether the leaf is constant).
+        """
         found = {}
         keep = self.run
         if not self.remat.recomputes:
-            # forward and backward are different programs or ticks: compilers cannot merge them
+            # no CSE barrier: forward and backward are in different programs or ticks anyway
             keep = jax.checkpoint(self.run, policy=KEEP_PRODUCTS, prevent_cse=False)
 
         def trace(w: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
@@ -85,7 +88,7 @@ class LayerPrograms:
 
     @cached_property
     def saved(self) -> list[Shape]:
-        """Shapes of the residuals that `save` keeps."""
+        """Shapes of the residuals that `save` returns."""
         return jax.eval_shape(self.save, *self._shapes)[1]
 
     def save(self, w: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
@@ -115,7 +118,7 @@ class LayerPrograms:
 
     @cached_property
     def split(self) -> Split:
-        """The two halves of the backward. ConfigError where it cannot be split."""
+        """The two halves of the backward. ConfigError if it cannot be split."""
         w, x = self._shapes
         return split(self.pull, w, self.saved, x)
 
@@ -140,9 +143,9 @@ class LayerPrograms:
 
 
 class LayerSwitch:
-    """`LayerPrograms` of layer `number`, traced and one of `among`: a branch for each function.
+    """`LayerPrograms` of a traced layer `number` out of `among`, with a branch for each function.
 
-    Waiting arrays are packed: a device keeps slots of the largest layer's size.
+    Saved and pending arrays are packed, since a device's slots have the largest layer's size.
     """
 
     def __init__(
@@ -170,21 +173,21 @@ class LayerSwitch:
         return self.packing("pending").shapes
 
     def _switch(self, method: str, *args: Any) -> Any:
-        """Return a method's result for the layer that `number` is."""
+        """Return a method's result for layer `number`."""
         place = np.zeros(max(self.place_of) + 1, np.int32)
         place[list(self.place_of)] = list(self.place_of.values())
         branches = [partial(self._packed, layer, method) for layer in self.layers]
         return jax.lax.switch(jnp.asarray(place)[self.number], branches, *args)
 
     def _packed(self, layer: LayerPrograms, method: str, w: Tree, *args: Any) -> Any:
-        """Return a method's result for a layer; waiting arrays are packed in both."""
-        # 1. unpacked
+        """Return a method's result for a layer, with packed arrays in arguments and result."""
+        # 1. unpack the arguments
         if method in ("pull", "input_grad"):
             args = self.packing("saved").unpack(args[0], layer.saved), *args[1:]
         elif method == "weight_grad":
             args = (self.packing("pending").unpack(args[0], layer.pending),)
         result = getattr(layer, method)(w, *args)
-        # 2. packed
+        # 2. pack the result
         if method not in ("save", "input_grad"):
             return result
         packing = self.packing("saved" if method == "save" else "pending")
@@ -192,14 +195,14 @@ class LayerSwitch:
 
 
 def grads_of(layer: LayerPrograms | LayerSwitch, how: Backward) -> Callable[..., tuple[Any, Tree]]:
-    """Return a backward of a layer as a function to (gradient of the input or None, of w)."""
+    """Return a layer's backward, which returns (gradient of the input or None, gradient of w)."""
     if how == "weight_grad":
         return lambda w, pending: (None, layer.weight_grad(w, pending))
     return layer.redo if how == "redo" else layer.pull
 
 
 class FlatPacking:
-    """Packs lists of arrays alike: a flat array a dtype, as long as the longest."""
+    """Packs any of several lists of arrays into flat arrays, one per dtype, sized for all lists."""
 
     def __init__(self, lists: Sequence[Sequence[Shape]]):
         sizes: dict[str, int] = {}
@@ -210,7 +213,7 @@ class FlatPacking:
         self.shapes = [Shape((sizes[dtype],), jnp.dtype(dtype)) for dtype in sorted(sizes)]
 
     def pack(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the arrays one after the other, then zeros."""
+        """Return the flat arrays: for each dtype the arrays concatenated, then zeros."""
         return [pack_flat([a for a in arrays if a.dtype == to.dtype], to) for to in self.shapes]
 
     def unpack(self, packed: Sequence[jax.Array], shapes: Sequence[Shape]) -> list[jax.Array]:
@@ -274,7 +277,7 @@ def add_head_grads(
     def grads(embed_head: Tree, y: jax.Array, targets: jax.Array) -> tuple[Any, Tree]:
         run = lambda trained, y: head(with_trained(trained, embed_head), y, targets)  # noqa: E731
         loss, pull, number = jax.vjp(run, trained_part(embed_head, trainable), y, has_aux=True)
-        one = np.ones((), jnp.result_type(loss))  # a constant of the trace; loss may be a number
+        one = np.ones((), jnp.result_type(loss))  # NumPy, so a constant; loss may be a number
         embed_head_grad, y_grad = pull(one)
         return (y_grad, loss, number), embed_head_grad
 

@@ -1,7 +1,7 @@
-"""The backward of a layer in two: its input gradient (I) now, its weight gradients (W) later.
+"""The split backward of a layer: its input gradient (I) now, its weight gradients (W) later.
 
-I is the part of the backward's jaxpr that the input gradient needs, W the rest; the values between
-them are `pending`. docs/executors-internals.md: "The split backward".
+I is the part of the backward's jaxpr that the input gradient needs, W is the rest; values from I to
+W are `pending`. docs/executors-internals.md: "The split backward".
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ VIEWS = (
     *("convert_element_type", "copy"),
 )
 PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
-FOREIGN = ("ffi_call", "pure_callback", "io_callback")  # results cannot be told apart
+FOREIGN = ("ffi_call", "pure_callback", "io_callback")  # primitives with inseparable results
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,14 @@ def split(pull: Callable, w: Tree, saved: Tree, gy: Shape) -> Split:
 
 
 def _cheapest(cut: Callable[[frozenset[int]], _Cut]) -> _Cut:
-    """Return the cut with the least bytes, found by moving one equation after the other."""
+    """Return a cut with few crossing bytes, found by moving one equation after the other."""
     best, moved = cut(frozenset()), frozenset[int]()
-    for i in range(len(best.jaxpr.eqns)):  # an equal cut may lead to a better one
+    for i in range(len(best.jaxpr.eqns)):  # also equal cuts: they may lead to better ones
         if best.can_move(i):
             other = cut(moved | {i})
             if other.num_bytes <= best.num_bytes:
                 best, moved = other, moved | {i}
-    for i in sorted(moved, reverse=True):  # a move without gain is undone
+    for i in sorted(moved, reverse=True):  # undo moves without gain
         other = cut(moved - {i})
         if other.num_bytes <= best.num_bytes:
             best, moved = other, moved - {i}
@@ -92,10 +92,11 @@ def _cheapest(cut: Callable[[frozenset[int]], _Cut]) -> _Cut:
 
 
 class _Cut:
-    """A flat jaxpr in two: `first` computes outputs `early` and values that cross, `second` `late`.
+    """A flat jaxpr cut in two, `first` and `second`, with values that cross from one to the other.
 
-    handed: inputs that `second` gets only by crossing; it is given the others. fixed: inputs equal
-    for every microbatch. moved: equations that `first` runs without need. Unread arguments and
+    `first` computes outputs `early`, `second` outputs `late`. handed: inputs that `second` gets by
+    crossing; it takes only the others as arguments. fixed: inputs equal for every microbatch.
+    moved: equations that `first` runs although only `second` needs them. Unread arguments and
     uncomputed results are None.
     """
 
@@ -113,7 +114,7 @@ class _Cut:
         jaxpr = self.jaxpr = closed.jaxpr
         self.early, self.late, self.consts = early, late, closed.consts
         self.masks, _ = demand(jaxpr, early, moved)
-        self.crossing: dict[Any, Shape] = {}  # by variable, or (scan, number of its value)
+        self.crossing: dict[Any, Shape] = {}  # shapes by variable, or (scan, index of its value)
         self.scans: dict[int, _ScanCut] = {}  # scans of `first`; some have a part in `second`
         self.second_steps: list[tuple[int, _ScanCut | None]] = []
         # 2. the equations of `second`, from the last to the first
@@ -146,7 +147,7 @@ class _Cut:
                 raise _inseparable(eqn)
             self._cross(v for v, h in zip(eqn.outvars, here, strict=True) if h and v in need)
             need |= select_variables(eqn.invars, reads)
-        # 3. inputs of `second`, and scans of `first` alone
+        # 3. inputs of `second`, and scans that only `first` runs
         inputs = list(zip(jaxpr.invars, handed, strict=True))
         self._cross(v for v, is_handed in inputs if is_handed and v in need)
         self.second_reads = [v in need and not is_handed for v, is_handed in inputs]
@@ -188,7 +189,7 @@ class _Cut:
         return outs, [env[key] for key in self.crossing]
 
     def second(self, args: Sequence[Any], crossing: Sequence[jax.Array]) -> list[Any]:
-        """Return the late outputs, from inputs that are not handed and values that crossed."""
+        """Return the late outputs from inputs that are not handed and values that crossed."""
         env = env_of(self.jaxpr, self.consts, args)
         env |= dict(zip(self.crossing, crossing, strict=True))
         for i, scan in reversed(self.second_steps):
@@ -203,7 +204,7 @@ class _Cut:
 
 
 class _ScanCut:
-    """A scan in two: a loop for the results `early`, then a loop over its values for `late`."""
+    """A scan cut in two: a loop for the results `early`, and a later loop for `late`."""
 
     def __init__(self, eqn: core.JaxprEqn, early: Mask, late: Mask, constant: set[core.Var]):
         params = eqn.params
@@ -213,8 +214,8 @@ class _ScanCut:
         fixed = [is_literal(v) or v in constant for v in eqn.invars]
         fixed[loop] = [False] * self.num_carry
         handed = [False] * len(fixed)
-        handed[loop] = early[: self.num_carry]  # demand has closed them over the iterations
-        while True:  # until the second loop reads the carries that it carries
+        handed[loop] = early[: self.num_carry]  # the carries that `demand` found for all iterations
+        while True:  # until the second loop carries all carries that it reads
             self.cut = _Cut(body, early, late, handed=handed, fixed=fixed)
             carried = [a or b for a, b in zip(late, self.cut.second_reads[loop], strict=False)]
             if carried == late[: self.num_carry]:
@@ -229,7 +230,7 @@ class _ScanCut:
     def _run(
         self, step: Callable, mask: Mask, values: list[Any], handed: Sequence[jax.Array]
     ) -> tuple[list[Any], Any]:
-        """Return (results, values that cross) of a loop over step(inputs, values handed on)."""
+        """Return (results, crossing values) of a loop; step(inputs, crossing) runs an iteration."""
         number, consts = self.num_carry, values[: self.num_consts]
         start, xs = values[self.num_consts :][:number], values[self.num_consts + number :]
         start = [value if m else None for value, m in zip(start, mask, strict=False)]
@@ -258,7 +259,7 @@ def _num_bytes(shape: Shape) -> int:
 
 
 def _is_view(eqn: core.JaxprEqn) -> bool:
-    """Return whether a result is cheaply remade from an operand that is no larger."""
+    """Return whether an equation is a view whose operand is no larger than its result."""
     size = lambda v: _num_bytes(_shape(v))  # noqa: E731
     is_view = eqn.primitive.name in (*VIEWS, BARRIER)
     return is_view and sum(map(size, eqn.invars)) <= sum(map(size, eqn.outvars))
@@ -272,7 +273,7 @@ def _is_opaque(eqn: core.JaxprEqn) -> bool:
 def _inseparable(eqn: core.JaxprEqn) -> ConfigError:
     results = ", ".join(f"{shape.dtype}{list(shape.shape)}" for shape in map(_shape, eqn.outvars))
     return ConfigError(
-        f"the backward of a layer has no I and W: {eqn.primitive.name}, with results {results}, "
+        f"the backward of a layer cannot be split: {eqn.primitive.name}, with results {results}, "
         "yields the gradients of the layer's input and of its weights together. Write it with "
-        "jax.lax.scan, or use a schedule of whole backwards, such as schedule=interleaved."
+        "jax.lax.scan, or use a schedule of unsplit backwards, such as schedule=interleaved."
     )

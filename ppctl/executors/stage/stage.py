@@ -1,16 +1,16 @@
-"""One stage: its layers forward, its stash, and its layers backward, for each remat setting.
+"""One stage: its forward, stash and backward for each remat setting.
 
 A stage's parameters `w` are a list of layers (unrolled in the program) or one stacked tree
-(scanned). `LayerSlots` tells the layers where they matter: padding passes x through, and layers
-that differ run their own programs.
+(scanned). `LayerSlots` states the layer in each slot if it matters: padding passes x through, and
+layers that differ run different programs.
 
 remat  | the stash of a microbatch                                  | the backward recomputes
-none   | all but attention scores and element-wise results          | those
+none   | all but attention scores and element-wise results          | these
 layer  | the input of each layer                                    | one layer at a time
 full   | the stage's input                                          | the stage
 
-The backward runs whole (`backward`), or as `input_grad`, which recomputes the same and frees the
-stash, and later `weight_grad`, which recomputes nothing from `pending`.
+The backward runs whole (`backward`) or split: `input_grad` recomputes the same and frees the stash;
+later `weight_grad` uses the `pending` values and recomputes nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,12 +58,12 @@ def numbered(w: Any, *others: Any) -> Any:
 
 @dataclass(frozen=True)
 class LayerSlots:
-    """The layers in the slots of a stage's parameters, unless all slots hold equal layers."""
+    """The layer in each parameter slot of a stage; needed if slots are padded or layers differ."""
 
-    count: jax.Array | None = None  # layers; other slots are padding; None: no padding
-    numbers: range | jax.Array | None = None  # number in the model of each layer; None: alike
-    among: tuple[tuple[int, ...], ...] = ()  # layers that each slot may hold, of traced numbers
-    is_one_of: bool = False  # whether stages share slots for waiting arrays, so that all are packed
+    count: jax.Array | None = None  # number of layers; later slots are padding; None: no padding
+    numbers: range | jax.Array | None = None  # layer number of each slot; None: layers are alike
+    among: tuple[tuple[int, ...], ...] = ()  # layers each slot may hold, for traced numbers
+    is_one_of: bool = False  # whether chunks share slots, so all saved arrays are packed
 
     def at(self, k: Any) -> tuple[Any, tuple[int, ...]]:
         """Return (the layer in slot k, the layers that it may be when traced)."""
@@ -90,11 +90,13 @@ def where_layer(
 class Stage:
     """The forward and backward of a stage as functions of arrays; w0 and x give shapes and dtypes.
 
-    layers: the function of all layers, or those of the model's layers in order, and every method
-    then needs `slots` (None: equal layers without padding). gather: from a layer's shards, which
-    `w` then holds, to the layer. Gradients are whole, None for frozen parameters (trainable).
-    in_order: a layer is recomputed (remat=layer) after the backward of the next layer: XLA for GPUs
-    would otherwise run all forwards first and hold the residuals of all layers at a time.
+    layers: one function for all layers, or a function for each layer of the model in order; then
+    every method needs `slots` (None: equal layers without padding). gather: makes a layer from its
+    shards, which `w` then holds; gradients stay whole. trainable: flags; frozen parameters have
+    gradient None.
+
+    in_order: recompute a layer (remat=layer) only after the backward of the next layer. Otherwise
+    XLA for GPUs runs all forwards first and holds the residuals of all layers at a time.
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class Stage:
         self.in_order = in_order and remat.keeps_layer_inputs
         programs = {id(each): LayerPrograms(each, remat, w0, x, trainable) for each in functions}
         self.layers = [programs[id(function)] for function in functions]
-        # the packing of any layer's arrays that wait: "saved", or "pending"
+        # one packing for the "saved" or "pending" arrays of any layer
         packed = lambda what: FlatPacking([getattr(layer, what) for layer in self.layers])  # noqa: E731
         self.packing = cache(packed)
 
@@ -143,11 +145,11 @@ class Stage:
 
     @property
     def keeps_input(self) -> bool:
-        """Whether the stash is the stage's input, and stays in the slot where it arrived."""
+        """Whether the stash is the stage's input, which stays in the slot where it arrived."""
         return self.remat.keeps_input_only
 
     def stash_shapes(self, w: Any, slots: LayerSlots | None = None) -> Tree:
-        """Return the shapes of a microbatch's stash; w may be shapes. slots=None: of any layers."""
+        """Return the shapes of a microbatch's stash; w may be shapes. slots=None: any layers."""
         if not self.remat.recomputes:
             return self._of_layers(w, slots, "saved")
         return self._of_layers(w, slots, "x") if self.remat.keeps_layer_inputs else self.x
@@ -157,7 +159,7 @@ class Stage:
         return self._of_layers(w, slots, "pending")
 
     def _of_layers(self, w: Any, slots: LayerSlots | None, what: str) -> Any:
-        """Return the shapes `what` of each layer, as `fold` gives them: listed, or stacked."""
+        """Return the shapes `what` of each layer, a list or stacked like the results of `fold`."""
         if isinstance(w, list):
             return [self._of_layer(slots, k, what) for k in range(len(w))]
         count = len(jax.tree.leaves(w)[0])
@@ -180,7 +182,7 @@ class Stage:
         return all(self.layers[l] is self.layers[among[0]] for l in among)
 
     def _no_grads(self, w: Tree) -> Tree:
-        """Return a layer's zero gradients."""
+        """Return zeros shaped like a layer's gradients."""
         return zeros_like(trained_part(w, self.trainable))
 
     def forward(self, w: Any, slots: LayerSlots | None, x: jax.Array) -> tuple[jax.Array, Tree]:
@@ -202,7 +204,7 @@ class Stage:
         """Return (gradient of the input, gradients of w, aux) where gy, aux = cotangent(y).
 
         y is the stage's output if the backward recomputes all of it (remat=full), else None.
-        sums: of gradients of w, in the form of w; the second result is then added to them.
+        sums: sums of gradients, in the form of w; the second result then includes them.
         """
         if self.remat.keeps_input_only:
             y, saved, last = self._save(w, slots, stash)
@@ -220,11 +222,12 @@ class Stage:
         kept: Any = None,
         keep: Callable[[Tree, Tree], Tree] = lambda _, pending: pending,
     ) -> tuple[jax.Array, Any, Any]:
-        """Return (gradient of the input, pending, aux) where gy, aux = cotangent(y): `backward`.
+        """Return (gradient of the input, pending, aux); cotangent: as in `backward`.
 
-        kept: arrays that hold pending ones; the second result is then keep(kept, pending) by layer.
+        kept: slots of pending values; the second result is then keep(kept, pending), by layer if w
+        is a list.
         """
-        # 1. the cotangent, of a recomputed output with remat=full
+        # 1. the cotangent, from a recomputed output with remat=full
         y, read, last = None, stash, None
         if self.remat.keeps_input_only:
             y, read, last = self._save(w, slots, stash)
@@ -267,7 +270,7 @@ class Stage:
         return self._all_added(w, sums, dw)
 
     def _save(self, w: Any, slots: LayerSlots | None, x: jax.Array) -> tuple[jax.Array, Any, Tree]:
-        """Return the stage's output, its residuals, and the last layer if it was gathered."""
+        """Return (the stage's output, its residuals, the last layer if it was gathered)."""
 
         def body(x: jax.Array, item: tuple) -> tuple[jax.Array, list]:
             k, layer_w = item
@@ -300,7 +303,7 @@ class Stage:
         return gx, self._all_added(w, sums, dw)
 
     def _barrier(self, w: Any) -> Callable[[Any], Any]:
-        """Return a barrier that keeps the backward of unrolled layers in order, if in_order."""
+        """Return a barrier that keeps the backward of unrolled layers in order, or the identity."""
         is_needed = self.in_order and isinstance(w, list)
         return jax.lax.optimization_barrier if is_needed else lambda values: values
 
@@ -322,9 +325,9 @@ class Stage:
         return gx, dw if total is None else add_trees(total, dw)
 
     def _in_turn(self, w: Any, held: Any) -> tuple[Any, ...]:
-        """Return (held,) if it has an entry for each unrolled layer, written in turn, else ()."""
+        """Return (held,) if layers are unrolled, so that each updates its entry, else ()."""
         return (held,) if held is not None and isinstance(w, list) else ()
 
     def _all_added(self, w: Any, sums: Any, dw: Any) -> Any:
-        """Return the gradients of all layers, added to any sums."""
+        """Return the gradients of all layers, with `sums` added unless layers did so."""
         return dw if sums is None or self._in_turn(w, sums) else add_trees(sums, dw)

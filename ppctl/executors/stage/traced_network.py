@@ -1,7 +1,7 @@
 """A network, any function of a batch, as a stack: its operations in order, cut into layers.
 
-x is one vector an example. A layer's parameters are one row [1, n] for "kernel", one vector [n] for
-"bias", by whose dims optimizers tell matrices. docs/executors-internals.md: "A network as a stack".
+x is one vector per example. A layer's parameters are a row [1, n] "kernel" and a vector [n] "bias",
+whose dims mark matrices for optimizers. docs/executors-internals.md: "A network as a stack".
 """
 
 import hashlib
@@ -35,18 +35,18 @@ from ppctl.model.trainable_parameters import checked_flags
 
 Tree = Any
 Shape = jax.ShapeDtypeStruct
-NUM_EXAMPLES = (2, 3)  # examples of the batches that are traced: crossing values must grow
-FROZEN = "frozen_"  # begins names of groups of frozen parameters
-MULTIPLE = 64  # divides the length of a layer's parameters, so that they can be sharded
+NUM_EXAMPLES = (2, 3)  # batch sizes to trace: crossing values must grow with them
+FROZEN = "frozen_"  # prefix of groups of frozen parameters
+MULTIPLE = 64  # divisor of the length of a layer's parameters, so that they can be sharded
 
 
 class TracedNetwork:
-    """A network and where it is cut. ConfigError for one that cannot be.
+    """A traced network and its cuts. Raises ConfigError if it cannot be cut.
 
-    num_layers: None: one more than its marks; with auto as many as requested. inputs: shapes of a
-    batch; dtype: of parameters; compute: of parameters and floating inputs in `apply`. A network
-    with a key is traced and cut twice, with keys for steps and without for evaluations, into the
-    same layers.
+    auto: cut into num_layers layers of equal work, else at the marks (num_layers=None: any number).
+    inputs: shapes of a batch. dtype: dtype of parameters. compute: dtype of parameters and floating
+    inputs in `apply`. A network with a key is traced and cut twice into the same layers: with keys
+    for steps, without for evaluations.
     """
 
     def __init__(
@@ -70,7 +70,8 @@ class TracedNetwork:
         for name, (_, leaf) in zip(self.names, paths, strict=True):
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise ConfigError(
-                    f"init makes {name} of {leaf.dtype}, and parameters are trained: use dtype."
+                    f"init makes {name} of {leaf.dtype}, but parameters must be floating. "
+                    "Use dtype."
                 )
         self.is_trained = checked_flags(params, network.trainable)
         # 2. losses that layers attach, and the cuts of the trace
@@ -78,7 +79,7 @@ class TracedNetwork:
         params = jax.tree.unflatten(self.treedef, leaves)
         examples = self._examples(NUM_EXAMPLES[0])
         apply = partial(network.apply, key=None) if self.has_key else network.apply
-        self.losses = attached_in(apply, params, examples)  # names; leaves after parameters
+        self.losses = attached_in(apply, params, examples)  # names: leaves after the parameters
         self.traces: dict[tuple[int, bool], Trace] = {}
         trace = self.trace = self.at(NUM_EXAMPLES[0])
         self.num_layers = len(trace.marks) + 1 if num_layers is None else num_layers
@@ -86,13 +87,13 @@ class TracedNetwork:
         self.places = self._places(trace, self.bounds)
         self.widths = [self._checked(place) for place in self.bounds]
         self.keyed_bounds = self._bounds_with_key() if self.has_key else self.bounds
-        # 3. no loss is attached outside of layers
+        # 3. a check that no loss is attached outside of layers
         ends = (0, self.bounds[0]), (self.bounds[-1], trace.num_ops)
         for where, ops in zip(("embedding", "head"), ends, strict=True):
             for name in self._attached(*ops).values():
                 raise outside_of_layers(name, where)
 
-    # where it is cut
+    # traces and cuts
 
     def at(self, num_examples: int, with_key: bool = False) -> Trace:
         """Return the network traced for this number of examples."""
@@ -106,7 +107,7 @@ class TracedNetwork:
             if trace.names != usual.names or (trace.marks != usual.marks and not self.auto):
                 raise ConfigError(
                     f"apply runs other operations on {num_examples} examples than on "
-                    f"{NUM_EXAMPLES[0]}. Let it do the same for any number."
+                    f"{NUM_EXAMPLES[0]}. Let it run the same ones for any number."
                 )
             self.traces[num_examples, with_key] = trace
         return self.traces[num_examples, with_key]
@@ -126,7 +127,7 @@ class TracedNetwork:
 
     @property
     def _key_leaf(self) -> int:
-        """The number of the keys among the leaves of a trace with them."""
+        """Index of the keys among the leaves of a trace with keys."""
         return len(self.shapes) + len(self.losses)
 
     def _attached(self, start: int, stop: int, with_key: bool = False) -> dict[int, str]:
@@ -136,11 +137,11 @@ class TracedNetwork:
         return {i: name for i, name in named if any(op in users for op in trace.users(i))}
 
     def _bounds_with_key(self) -> tuple[int, ...]:
-        """Return the bounds in the trace with keys. ConfigError if its layers differ otherwise."""
+        """Return the bounds in the trace with keys. ConfigError if its layers are not the same."""
         if self.auto:
             raise ConfigError(
                 f"{setting('model.layers', 'auto', 'layers=NUMBER')} cuts a network by its "
-                "operations, and apply has others with a key than without. Set stage_boundary "
+                "operations, and apply has different ones with a key. Set stage_boundary "
                 f"marks, and use {setting('model.layers', 'marks', 'layers=None')}."
             )
         trace, plain = self.at(NUM_EXAMPLES[0], True), self.trace
@@ -148,14 +149,14 @@ class TracedNetwork:
         crossing = [[t.crossing(p) for p in b] for t, b in ((trace, bounds), (plain, self.bounds))]
         if self._places(trace, bounds) != self.places or crossing[0] != crossing[1]:
             raise ConfigError(
-                "apply has other layers with a key than with key=None, as evaluations call it. "
-                "Let it do the same but for what it draws."
+                "apply has other layers with a key than with key=None (evaluations). "
+                "Let both do the same, apart from random draws."
             )
         inside = range(bounds[0], bounds[-1])
         if any(op not in inside for op in trace.users(self._key_leaf)):
             raise ConfigError(
-                "apply draws with its key before the first layer or in the head, and keys are for "
-                "layers. Draw after the look-up of ids, and before the outputs."
+                "apply uses its key before the first layer or in the head, but only layers have "
+                "keys. Use it after the look-up of ids and before the outputs."
             )
         return bounds
 
@@ -163,14 +164,14 @@ class TracedNetwork:
         """Return for each leaf the layer that uses it in the trace; None: embedding or head."""
         places: list[int | None] = []
         for i, name in enumerate(self.names):
-            # a parameter that nothing uses lies in layer 0
+            # an unused parameter lies in layer 0
             users = {self._layer(user, bounds) for user in trace.users(i)} or {0}
             if len(users) > 1:
                 name_of = lambda l: "embedding/head" if l is None else f"layer {l}"  # noqa: E731
                 which = ", ".join(map(name_of, sorted(users, key=str)))
                 raise ConfigError(
                     f"parameter {name} is used by {which}, but a parameter lives in one layer. "
-                    "Give each an array of its own, or move the boundaries."
+                    "Give each layer a separate array, or move the boundaries."
                 )
             places.append(users.pop())
         return places
@@ -180,14 +181,14 @@ class TracedNetwork:
         return l if 0 <= l < self.num_layers else None
 
     def _checked(self, place: int) -> int:
-        """Return the numbers of an example that cross a boundary. ConfigError if values cannot."""
+        """Return the numbers per example that cross a boundary. ConfigError if values cannot."""
         few, many = (self.at(num_examples).crossing(place) for num_examples in NUM_EXAMPLES)
         l = self.bounds.index(place)
         if integers := integers_crossing(self.trace, place):
             raise no_floats(integers, l)
         if not few:
             raise ConfigError(
-                f"nothing that depends on the inputs is needed behind layer {l - 1}. Use fewer "
+                f"no value that depends on the inputs is used after layer {l - 1}. Use fewer "
                 "layers."
             )
         for a, b in zip(few, many, strict=True):
@@ -195,7 +196,7 @@ class TracedNetwork:
                 raise ConfigError(
                     f"{a.dtype}{list(a.shape)} of {NUM_EXAMPLES[0]} examples crosses the boundary "
                     f"before layer {l} and does not grow with the batch ({b.dtype}{list(b.shape)} "
-                    f"of {NUM_EXAMPLES[1]}), so that microbatches would differ from the whole. "
+                    f"of {NUM_EXAMPLES[1]}), so microbatches would differ from the whole batch. "
                     "Compute each example by itself, or move the boundary."
                 )
         return sum(a.size for a in few) // NUM_EXAMPLES[0]
@@ -217,7 +218,7 @@ class TracedNetwork:
 
     @cached_property
     def x(self) -> tuple[int, Any]:
-        """(width, dtype) of x: the widest boundary, the most exact dtype."""
+        """(width, dtype) of x: those of the widest boundary and the most precise dtype."""
         values = (a for place in self.bounds for a in self.trace.crossing(place))
         dtypes = [a.dtype for a in values if is_floating(a)]
         return max(1, *self.widths), jnp.result_type(self.compute, *dtypes)
@@ -258,7 +259,7 @@ class TracedNetwork:
 
     @cached_property
     def tag(self) -> str:
-        """A name by the place of each parameter, so that checkpoints of another cut never fit."""
+        """A name that hashes the parameters' places: checkpoints of another cut never fit."""
         lies: list[tuple] = list(zip(self.names, self.shapes, self.places, strict=True))
         lies += [] if all(self.is_trained) else [self.is_trained]
         return f"cut_{hashlib.sha256(repr(lies).encode()).hexdigest()[:8]}"
@@ -280,7 +281,7 @@ class TracedNetwork:
         return [i for i, place in enumerate(self.places) if place is None]
 
     def packed_layer(self, l: int, leaves: Mapping[int, jax.Array]) -> Tree:
-        """Return layer l of a stack's parameters; None for groups with missing leaves."""
+        """Return layer l of a stack's parameters; None for frozen groups with missing leaves."""
         packed = {}
         for name, layers in self.groups.items():
             is_missing = any(i not in leaves for of_layer in layers for i in of_layer)
@@ -307,7 +308,7 @@ class TracedNetwork:
         return jax.tree.unflatten(self.treedef, [leaves[i] for i in range(len(leaves))])
 
     def leaves_of(self, l: int, w: Mapping[str, Mapping[str, Any]]) -> dict[int, jax.Array]:
-        """Return the leaves of layer l by number, from a stack's parameters of it."""
+        """Return the leaves of layer l by number, from a stack's parameters of the layer."""
         layer, found = w[self.tag], dict[int, jax.Array]()
         for name, layers in self.groups.items():
             packed = layer[name]
@@ -318,12 +319,12 @@ class TracedNetwork:
         return found
 
     def vectors_of(self, l: int, w: Mapping[str, Mapping[str, Any]]) -> dict[int, Any]:
-        """Return for each leaf of layer l the value of its group's array; None: left out."""
+        """Return for each leaf of layer l the entry of its group in `w`, without groups of None."""
         pairs = ((w[self.tag][name], layers[l]) for name, layers in self.groups.items())
         return {i: value for value, leaves in pairs if value is not None for i in leaves}
 
     def embed_head_leaves(self, embed_head: Tree) -> dict[int, jax.Array]:
-        """Return the leaves of embedding and head by number, without those of None."""
+        """Return the leaves of embedding and head by number, without leaves that are None."""
         named = ((name, leaf) for name, group in embed_head.items() for leaf in group.values())
         return {self.names.index(name): leaf for name, leaf in named if leaf is not None}
 

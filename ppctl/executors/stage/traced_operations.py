@@ -1,6 +1,6 @@
-"""A function of a batch as a sequence of operations, and where they are cut into layers.
+"""A function of a batch as a sequence of operations, and its cuts into layers.
 
-Operations are the equations that depend on the inputs, and can run from any one to any other. Other
+Operations are the equations that depend on the inputs; any range of them can run by itself. Other
 equations (of only parameters and constants, or reshapes) run wherever their results are needed.
 """
 
@@ -31,12 +31,12 @@ from ppctl.schedule.partition.contiguous_parts import clusters
 Tree = Any
 Shape = jax.ShapeDtypeStruct
 JITS = ("jit", "pjit")
-WIDE = 2  # widest boundaries; wider outputs belong to the head
+WIDE = 2  # times the widest boundary; wider outputs belong to the head
 RESHAPING = ("reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims")
 
 
 class Trace:
-    """outputs = function(leaves, inputs), traced for these shapes, as `num_ops` operations."""
+    """The trace of outputs = function(leaves, inputs) for these shapes, as `num_ops` operations."""
 
     def __init__(
         self, function: Callable[[list, Any], Tree], leaves: Sequence[Shape], inputs: Tree
@@ -52,7 +52,7 @@ class Trace:
         self.ops: list[core.JaxprEqn] = []
         self.marks: list[int] = []  # number of operations before each mark
         self.marked: dict[core.Var, Any] = {}  # argument of each result of a mark
-        self.made_by: dict[core.Var, core.JaxprEqn] = {}  # equation of values without operation
+        self.made_by: dict[core.Var, core.JaxprEqn] = {}  # equations that are not operations
         self._read: list[set[core.Var]] = []  # leaves, input and results that each operation reads
         reads: dict[core.Var, set[core.Var]] = {v: {v} for v in jaxpr.invars}
         read_by = lambda vs: set().union(*(reads.get(v, set()) for v in vs if not is_literal(v)))  # noqa: E731
@@ -67,8 +67,8 @@ class Trace:
                 continue
             if any(map(_holds_mark, inner_jaxprs(eqn))):
                 raise ConfigError(
-                    f"a stage_boundary stands inside of {eqn.primitive.name}, which is one "
-                    "operation. Set it outside."
+                    f"a stage_boundary is inside {eqn.primitive.name}, which is one operation. "
+                    "Move it outside."
                 )
             if found <= leaves_set or eqn.primitive.name in RESHAPING:
                 self.made_by |= dict.fromkeys(eqn.outvars, eqn)
@@ -99,7 +99,7 @@ class Trace:
 
     @cached_property
     def _uses(self) -> dict[core.Var, list[int]]:
-        """The operations, ascending, that need each leaf, the input, a result; num_ops: outputs."""
+        """Ascending operations that need each leaf, input or result; `num_ops`: the outputs."""
         uses: dict[core.Var, list[int]] = {v: [self.num_ops] for v in self._read_last}
         for i in reversed(range(self.num_ops)):
             if any(v in uses for v in self.ops[i].outvars):
@@ -113,7 +113,7 @@ class Trace:
 
     @cached_property
     def _crossing(self) -> list[list[core.Var]]:
-        """The values before each place 0..num_ops that are needed after it."""
+        """The values made before each place 0..num_ops and needed after it."""
         found: list[list[core.Var]] = [[] for _ in range(self.num_ops + 1)]
         results = [(v, i + 1) for i, eqn in enumerate(self.ops) for v in eqn.outvars]
         for v, first in [*((v, 0) for v in self.inputs), *results]:
@@ -122,7 +122,7 @@ class Trace:
         return found
 
     def crossing(self, place: int) -> list[Shape]:
-        """Return the shapes of the values from before `place` that it or later operations need."""
+        """Return the shapes of the values made before operation `place` and needed from it on."""
         return [Shape(v.aval.shape, v.aval.dtype) for v in self._crossing[place]]  # pyright: ignore[reportAttributeAccessIssue] of arrays
 
     def entering(self, inputs: Tree) -> list[Any]:
@@ -133,7 +133,7 @@ class Trace:
     def run(
         self, start: int, stop: int, values: Sequence[Any], leaves: Mapping[int, Any]
     ) -> list[Any]:
-        """Return the values that cross `stop`, from those across `start` and leaves by number."""
+        """Return the values that cross `stop`, from those that cross `start`; leaves: by number."""
         env = self._run(start, stop, values, leaves)
         return [env[v] for v in self._crossing[stop]]
 
@@ -159,8 +159,8 @@ class Trace:
         env |= dict(zip(eqn.outvars, outs, strict=True))
 
     def _value(self, env: dict[Any, Any], v: Any) -> Any:
-        """Return the value of v, computed now unless an operation makes it."""
-        if not is_literal(v) and v in self.marked:  # other values of the mark may be missing
+        """Return the value of v, computed now unless an operation computes it."""
+        if not is_literal(v) and v in self.marked:  # only v: others of its mark may be missing
             return self._value(env, self.marked[v])
         if not is_literal(v) and v not in env:
             self._bind(env, self.made_by[v])
@@ -194,13 +194,13 @@ class Contents:
     """The contents of a layer of a network, or of its embedding or head."""
 
     name: str  # "embedding", "0", "1", ..., "head"
-    params: Mapping[str, tuple[int, ...]]  # shapes by the author's names; shared ones repeat
+    params: Mapping[str, tuple[int, ...]]  # shapes by the author's names, shared ones included
     operations: Mapping[str, int]  # number of each operation by JAX's names, without reshapes
 
 
 @dataclass(frozen=True)
 class NetworkCuts:
-    """A traced network to be cut: at its marks, or with `auto` by work; parameters come first."""
+    """The cuts of a trace: at its marks, or by work (auto). Its first leaves are parameters."""
 
     trace: Trace
     num_layers: int
@@ -230,10 +230,9 @@ class NetworkCuts:
         for l, (start, stop) in enumerate(pairwise(bounds)):
             if start > stop and l == 0:
                 raise no_floats(integers_crossing(self.trace, stop), l + 1)
-            if start >= stop and (l or not first):  # layer 0 may leave its work to the embedding
+            if start >= stop and (l or not first):  # layer 0 may be empty if the embedding is not
                 raise ConfigError(
-                    f"layer {l} of {self.num_layers} computes nothing of its own. Move a "
-                    "stage_boundary."
+                    f"layer {l} of {self.num_layers} computes nothing. Move a stage_boundary."
                 )
         return (*bounds[:-1], self._head(bounds))
 
@@ -247,19 +246,19 @@ class NetworkCuts:
         return tuple(first + place for place in clusters(costs, passing, self.num_layers))
 
     def _tied(self, first: int) -> int:
-        """Return the first operation after the embedding that shares its parameters, or the end."""
+        """Return the first operation after the embedding that uses its parameters, or the end."""
         users = map(self.trace.users, range(self.num_parameters))
         tied = [u for found in users if found and found[0] < first for u in found if u >= first]
         return min([self.trace.num_ops, *tied])
 
     def _torn(self, first: int) -> set[int]:
-        """Return the places between users of a parameter that the embedding does not use."""
+        """Return the places where a cut separates users of a parameter (except the embedding's)."""
         users = map(self.trace.users, range(self.num_parameters))
         ranges = (range(u[0] + 1, u[-1] + 1) for u in users if u and u[0] >= first)
         return {place for places in ranges for place in places}
 
     def _head(self, bounds: Sequence[int]) -> int:
-        """Return the operation at which the head starts, in the last layer."""
+        """Return the first operation of the head; a wide input moves it into the last layer."""
         widest = max(_size(self.trace.crossing(place)) for place in bounds[:-1])
         if _size(self.trace.crossing(bounds[-1])) <= WIDE * widest:
             return bounds[-1]
@@ -284,6 +283,6 @@ def _size(shapes: Sequence[Shape]) -> int:
 def no_floats(shapes: Sequence[Shape], l: int) -> ConfigError:
     found = " and ".join(f"{a.dtype}{list(a.shape)}" for a in shapes)
     return ConfigError(
-        f"{found} crosses the boundary before layer {l}, and what passes between layers is "
-        "floating. Make floats of it in the first layer, or move the boundary."
+        f"{found} crosses the boundary before layer {l}, but values between layers must be "
+        "floating. Convert them in the first layer, or move the boundary."
     )

@@ -1,1 +1,1 @@
-"""The jobs of a sweep: started side by side or submitted, watched, and summarized."""
+"""The jobs of a sweep: started locally or submitted, watched, and summarized."""

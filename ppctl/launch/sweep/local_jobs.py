@@ -1,5 +1,6 @@
-"""Jobs of a sweep as processes of this machine, because JAX fixes the number of simulated devices
-when it starts. They end with the sweep.
+"""Jobs of a sweep as local processes, which end with the sweep.
+
+Each job is a process, because JAX fixes the number of simulated devices when it starts.
 """
 
 import os
@@ -15,23 +16,23 @@ from ppctl.launch.sweep.sweep_jobs import LOG, Change, Job, Sweep, job_command
 
 
 class LocalJobs:
-    """Starts jobs as processes and reports their ends; `close` kills those that are left.
+    """Starts jobs as processes and reports when they end; `close` kills the remaining ones.
 
-    A job that runs alone has the terminal; jobs side by side write to a file in their run.dir.
+    With one job at a time, it has the terminal; jobs side by side write to a file in their run.dir.
     """
 
     takes_all = False  # whether it queues jobs itself
-    is_awaited = True  # after a stop request, which reaches the jobs: they may be saving
-    poll_s = 0.1  # between looks for ended jobs
+    is_awaited = True  # wait after a stop request, which reaches the jobs: they may be saving
+    poll_s = 0.1  # seconds between checks for ended jobs
 
     def __init__(self, sweep: Sweep) -> None:
         self.sweep, self.begun = sweep, list[Change]()
         self.running: dict[int, subprocess.Popen[bytes]] = {}
         self.alive, self.held = os.pipe()  # jobs read the end of file when this process is gone
-        self.folder = tempfile.TemporaryDirectory()  # errors, and with --json documents
+        self.folder = tempfile.TemporaryDirectory()  # files of errors, and with --json of documents
 
     def begin(self, job: Job) -> None:
-        """Start a job. OSError where its output cannot be written."""
+        """Start a job. OSError if its output cannot be written."""
         child = Child(job_command(job), {ERROR_FILE: str(self._file("error", job.index))})
         is_alone, where = self.sweep.num_parallel == 1, job.run_dir
         if is_alone:

@@ -1,6 +1,6 @@
 """`ppctl COMMAND --multirun`: checks a sweep, runs its jobs, and writes their records and a page.
 
-One loop over jobs, which are local processes or submitted ones; one that fails stops no other.
+One loop runs local or submitted jobs; a job that fails does not stop the others.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 def run_sweep(sweep: Sweep, report: Callable[[Path], object] = lambda run_dir: None) -> int:
     """Run a sweep; return 0 if all jobs are finished, 1 if one failed, 130 or 143 if interrupted.
 
-    `report` writes the report of the run in a directory, which the page links to. Raises
-    ConfigError, before anything is started or written, for an impossible sweep.
+    report: writes the report of the run in a directory; the page links to it. Raises ConfigError
+    for an impossible sweep, before anything is started or written.
     """
-    # 1. checks
+    # 1. check the sweep
     check_sweep(sweep)
-    # 2. the jobs
+    # 2. run the jobs
     directory, console = sweep.directory, Console(stderr=True)
     try:
         if sweep.trains:
@@ -59,7 +59,7 @@ def run_sweep(sweep: Sweep, report: Callable[[Path], object] = lambda run_dir: N
             "Use another run.dir, or make it writable."
         ) from error
     results, stop = run_jobs(sweep, console)
-    # 3. records, reports and the page
+    # 3. write records, reports and the page
     show_results(console, results)
     if sweep.trains:
         for each in results:
@@ -72,7 +72,7 @@ def run_sweep(sweep: Sweep, report: Callable[[Path], object] = lambda run_dir: N
 
 
 def write_summary(directory: Path, results: list[Result]) -> list[str]:
-    """Write records and page; return lines about the sweep, also where a file cannot be written."""
+    """Write records and page; return lines about the sweep, even if a file cannot be written."""
     lines = [f"note: {note}"] if (note := side_by_side_note(results)) else []
     lines += [line for best in best_of(results) for line in (best.text, f"  in {best.place}")]
     try:
@@ -89,8 +89,8 @@ def write_summary(directory: Path, results: list[Result]) -> list[str]:
 def run_jobs(sweep: Sweep, console: Console) -> tuple[list[Result], int | None]:
     """Run the jobs; return their results, and the signal that ended the sweep early or None.
 
-    Each stop request is passed on to every running job; no other job is started, and the running
-    ones are waited for, as they may be saving. Submitted jobs go on.
+    Each stop request is passed on to every running job. No other job starts; the running ones are
+    awaited, because they may be saving. Submitted jobs continue.
     """
     with stop_requests() as events:
         if sweep.is_submitted:
@@ -114,7 +114,7 @@ class _Loop:
     starter: LocalJobs | SubmittedJobs
     waiting: deque[Job]
     results: list[Result]
-    running: dict[int, float] = field(default_factory=dict)  # start of a job, as time.time()
+    running: dict[int, float] = field(default_factory=dict)  # start of a job, seconds since 1970
     stop: int | None = None
 
     def run(self, events: Events) -> None:
@@ -130,7 +130,7 @@ class _Loop:
         return self.starter.takes_all or len(self.running) < self.sweep.num_parallel
 
     def next(self) -> Job | None:
-        """Return the next job to begin, or None where no job waits now."""
+        """Return the next job to begin, or None if no job is waiting."""
         if self.waiting:
             return self.waiting.popleft()
         job = self.sweep.study.ask() if self.sweep.study is not None else None
@@ -140,7 +140,7 @@ class _Loop:
         return job
 
     def handle_events(self, events: Events) -> bool:
-        """Handle a stop request, if one comes within the starter's poll_s, and all changes."""
+        """Handle all changes, and a stop request within poll_s; return whether any came."""
         changes = self.starter.changes()
         try:
             event = events.get(timeout=0 if changes else self.starter.poll_s)
@@ -161,7 +161,7 @@ class _Loop:
         return event is not None or bool(changes)
 
     def begin(self, job: Job) -> None:
-        """Start a job, unless it is refused or finished: then print what the job itself would."""
+        """Start a job; if it is refused or finished, print its result instead."""
         run = None if job.config is None or not self.sweep.trains else job.config.run
         if job.refusal is not None:
             self.refuse(job, job.refusal.kind, one_line(job.refusal))
@@ -184,12 +184,12 @@ class _Loop:
         self.emit(error_document(kind, why))
 
     def end(self, job: Job, code: int, error: dict[str, Any] | None) -> None:
-        """Note the end of a job with Popen's exit code and the error that it left."""
+        """Record the end of a job, with Popen's exit code and the error that it left."""
         began_s = self.running.pop(job.index)
         in_shell, seconds = shell_code(code), time.time() - began_s
         status = "finished" if code == 0 else "interrupted" if in_shell in LEFT[1:] else "failed"
         if status == "interrupted" and self.stop is None and self.starter.is_awaited:
-            self.stop = in_shell - 128  # someone asked the job itself: the sweep is over too
+            self.stop = in_shell - 128  # the job itself got the signal: stop the sweep too
         text, why = f"{status} after {seconds:.1f} s", None
         if status == "failed":
             why = how(code) if error is None else error["error"]["message"]
@@ -203,12 +203,12 @@ class _Loop:
             self.emit(error)
 
     def set(self, result: Result, text: str) -> None:
-        """Note and print the new state of a job, and tell the search of an end."""
+        """Record and print the new state of a job, and report its end to the search."""
         job = result.job
         self.results[job.index] = result
         show_lines(self.console, f"ppctl: job {job.index}: {job.name}: {text}")
         if self.sweep.trains:
-            with suppress(OSError):  # a full disk; the last record is not suppressed
+            with suppress(OSError):  # such as a full disk; the last write is not suppressed
                 write_records(self.sweep.directory, self.results)
         if result.code is not None and self.sweep.study is not None:
             self.sweep.study.tell(result)

@@ -35,18 +35,18 @@ from ppctl.launch.sweep.sweep_jobs import (
 )
 from ppctl.reports.terminal_output import replace_file
 
-POLL_S = 1.0  # between looks for results
-QUEUE_S = 15.0  # between questions to Slurm's accounting, for all jobs together
-MAX_NUM_TIMEOUT = 20  # starts after the end of a job's time: enough for jobs with progress
+POLL_S = 1.0  # seconds between checks for results
+QUEUE_S = 15.0  # seconds between queries of Slurm's accounting, for all jobs together
+MAX_NUM_TIMEOUT = 20  # restarts at a job's time limit: enough for jobs with progress
 JOB_ID = re.compile(r"[0-9]+(_[0-9]+)?")  # a part of the names of submitit's files
 STATES = {"PENDING": "queued", "REQUEUED": "queued", "RUNNING": "running"}  # by submitit's names
 
-SubmititJob = submitit.Job[tuple[int, dict[str, Any] | None]]  # its result: of NodeCommand
+SubmititJob = submitit.Job[tuple[int, dict[str, Any] | None]]  # result: NodeCommand's
 
 
 @dataclass
 class NodeCommand:
-    """The program of a node, pickled by submitit: returns exit code and error of a command."""
+    """A node's program, pickled by submitit: runs a command, returns its exit code and error."""
 
     command: list[str]
     run_dir: str
@@ -59,16 +59,16 @@ class NodeCommand:
             return self._wait(), left_error(file)
 
     def checkpoint(self) -> submitit.helpers.DelayedSubmission:
-        """Let the run save before the end of its time; return the same command, to submit again."""
+        """Let the run save before its time limit; return the same command, to submit again."""
         with suppress(ProcessLookupError, ChildProcessError):  # it has just ended
             os.kill(self.process.pid, signal.SIGTERM)
             self._wait()
         return submitit.helpers.DelayedSubmission(replace(self))
 
     def _start(self, log: IO[bytes], error_file: Path) -> None:
-        """Start the process; it ends when this one, which holds the pipe, is gone."""
+        """Start the process; it exits when this one, which holds the pipe, is gone."""
         alive, self.held = os.pipe()
-        # deaf to the signal before the end of its time: that is for this process
+        # block the signal before the time limit in the child: it is for this process
         warning = getattr(signal, f"SIG{submitit.JobEnvironment.USR_SIG}")
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [warning])
         try:
@@ -86,9 +86,9 @@ class NodeCommand:
 
 
 class SubmittedJobs:
-    """Submits jobs and reports their states and ends."""
+    """Submits jobs and reports their states and results."""
 
-    is_awaited = False  # a stop request ends the waiting, and no job
+    is_awaited = False  # a stop request stops the wait, but no job
 
     def __init__(self, sweep: Sweep) -> None:
         assert isinstance(sweep.launcher, SubmititSlurm)
@@ -100,12 +100,15 @@ class SubmittedJobs:
         except (TypeError, ValueError) as error:
             text = f"hydra.launcher: submitit refuses these settings: {error}"
             raise ConfigError(text) from error
-        self.batch: list[Job] = []  # begun and not yet submitted
+        self.batch: list[Job] = []  # jobs begun and not yet submitted
         self.known: dict[int, tuple[SubmititJob, str]] = {}  # submission and state by job number
-        self.changed: list[Change] = []  # not reported yet
+        self.changed: list[Change] = []  # changes not reported yet
 
     def begin(self, job: Job) -> None:
-        """Find the submission of a job, or take it into the batch. OSError: unwritable run.dir."""
+        """Add a job to the batch, or follow its unfinished submission by an earlier start.
+
+        OSError if run.dir is not writable.
+        """
         job.run_dir.mkdir(parents=True, exist_ok=True)
         submission = self._submitted_before(job)
         if submission is None:
@@ -148,15 +151,15 @@ class SubmittedJobs:
         return changes
 
     def stop(self, _number: signal.Signals, jobs: Collection[int]) -> str:
-        """Return a message about these jobs, which go on."""
+        """Return a message about the given jobs. They are not stopped: submitted jobs continue."""
         ids = [self.known[index][0].job_id for index in sorted(jobs) if index in self.known]
         if not ids:
             return "nothing is left running"
         ends = " ".join(["scancel", *ids])
-        return f"submitted jobs go on; the same line waits for them again, this ends them: {ends}"
+        return f"submitted jobs continue; repeat the command to await them, or cancel them: {ends}"
 
     def close(self) -> None:
-        """Do nothing: submitted jobs go on."""
+        """Do nothing: submitted jobs continue."""
 
     def _know(self, job: Job, submission: SubmititJob, more: str) -> None:
         self.known[job.index] = submission, "queued"
@@ -175,10 +178,10 @@ class SubmittedJobs:
 
 
 def _ended(index: int, submission: SubmititJob) -> Change:
-    """Return the end of a job: of its first task that failed, or of the first task."""
+    """Return the end of a job: the exit code and error of its first failed task, else task 0's."""
     ends: list[tuple[int, dict[str, Any] | None]] = []  # exit code and error of each task
     for task in map(submission.task, range(submission.num_tasks)):
-        error = task.exception()  # waits 15 s for the result, on a slow file system
+        error = task.exception()  # waits up to 15 s for the result on a slow file system
         if error is None:
             ends.append(task.result())
             continue

@@ -1,4 +1,4 @@
-"""A sweep as values: its jobs, their results, and the sweeps that are refused."""
+"""A sweep as values: its jobs, their results, and checks for impossible sweeps."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ FILES = ("sweep.json", "sweep.html")
 LOG = "output.log"  # in a run.dir: the output of a job that shared the machine
 SUBMITTED_LOG = "submitted.log"  # the output of a submitted job
 STUDY, SUBMITIT = "optuna.journal", ".submitit"  # in a sweep's directory
-EARLIER = "finished earlier"  # by a start of the sweep before this one
+EARLIER = "finished earlier"  # job that an earlier start of the sweep finished
 DONE = ("finished", EARLIER)
 STATES = ("running", "queued", *DONE, "failed", "interrupted", "not started")
 SUBMITTED = "submitted.json"  # in a run.dir: the submission of its job
-NUMBERS = (  # of a run, in this order; None where it has none
+NUMBERS = (  # numbers of a run, in this order; None if not recorded
     "steps",
     "final_loss",
     "eval_loss",
     "step_time_s",  # median
     "predicted_step_time_s",
     "tokens_per_s",  # median
-    "rows_per_s",  # the same, of data without tokens
+    "rows_per_s",  # the same, for data without tokens
     *("ideal_bubble_fraction", "predicted_bubble_fraction", "measured_bubble_fraction"),
     *("memory_bytes", "predicted_memory_bytes"),
 )
@@ -45,23 +45,23 @@ class Job:
     """One combination of the swept values."""
 
     index: int
-    values: Mapping[str, Any]  # the swept ones, by key
-    name: str  # the same as typed: KEY=VALUE ...
+    values: Mapping[str, Any]  # swept values by key
+    name: str  # swept values as typed: KEY=VALUE ...
     run_dir: Path
-    words: tuple[str, ...] = ()  # of its command line, without the program's name and run.dir
+    words: tuple[str, ...] = ()  # command line, without the program's name and run.dir
     config: Config | None = None  # None: refused
-    refusal: PpctlError | None = None  # its settings are impossible together
+    refusal: PpctlError | None = None  # error of its impossible settings
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a job ended, or why it did not begin, and the numbers of its run."""
+    """The end of a job, or the reason why it did not begin, and the numbers of its run."""
 
     job: Job
     status: str = "not started"  # one of STATES
     code: int | None = None  # exit code as in a shell
-    seconds: float | None = None  # that its process lived
-    error: str | None = None  # one line, of a job that failed
+    seconds: float | None = None  # lifetime of its process
+    error: str | None = None  # one line, for a failed job
     numbers: Mapping[str, Any] = field(default_factory=lambda: dict.fromkeys(NUMBERS))
 
     @property
@@ -75,7 +75,7 @@ class Sweep:
 
     command: str
     directory: Path
-    jobs: list[Job]  # a search adds to them
+    jobs: list[Job]  # a search appends to the list
     launcher: Launcher = field(default_factory=SideBySide)
     as_json: bool = False
     study: ChoosesJobs | None = None  # chooses further jobs
@@ -96,7 +96,7 @@ class Sweep:
 
 
 class ChoosesJobs(Protocol):
-    """Chooses jobs by results: `ppctl.cli.optuna_sweeper.OptunaStudy`, an extra."""
+    """Chooses jobs from results: `ppctl.cli.optuna_sweeper.OptunaStudy`, an extra."""
 
     def samples(self) -> list[Job]: ...
     def open(self) -> None: ...
@@ -105,18 +105,18 @@ class ChoosesJobs(Protocol):
 
 
 class Change(NamedTuple):
-    """A change of a job that was begun."""
+    """A new state of a started job."""
 
     job: int  # its number
     state: str  # running | queued | ended
-    more: str = ""  # of the line about it
-    code: int | None = None  # of an ended job; -n: killed by signal n
+    more: str = ""  # rest of the line about it
+    code: int | None = None  # exit code of an ended job; -N: killed by signal N
     error: dict[str, Any] | None = None  # document of an ended job's error, if it left one
 
 
 def check_sweep(sweep: Sweep) -> None:
     """Raise ConfigError for an impossible sweep."""
-    # 1. jobs, launcher and search
+    # 1. check jobs, launcher and search
     if not sweep.jobs and sweep.study is None:
         raise ConfigError(
             "This sweep is empty: a list or range has no values. Give each KEY at least one."
@@ -125,13 +125,13 @@ def check_sweep(sweep: Sweep) -> None:
         how = f"hydra.launcher.jobs={sweep.num_parallel}"
         how = "hydra/launcher=submitit_slurm" if sweep.is_submitted else how
         raise ConfigError(
-            f"{how}: only jobs of `ppctl train` run side by side, which have a run.dir for their "
-            f"output. Leave it out, and jobs of `ppctl {sweep.command}` follow one another."
+            f"{how}: only jobs of `ppctl train` run side by side, because each has a run.dir for "
+            f"output. Leave it out: jobs of `ppctl {sweep.command}` then run one after another."
         )
     if sweep.study is not None and not sweep.trains:
-        what = f"searches by what runs record, and `ppctl {sweep.command}` makes none"
+        what = f"searches by the records of runs, and `ppctl {sweep.command}` makes no runs"
         raise ConfigError(f"hydra/sweeper=optuna {what}.")
-    # 2. each job
+    # 2. check each job
     refused = [one_line(job.refusal) for job in sweep.jobs if job.refusal is not None]
     if refused and len(refused) == len(sweep.jobs):
         all_of = f"All {len(refused)} jobs are refused; the first: " if len(refused) > 1 else ""
@@ -139,7 +139,7 @@ def check_sweep(sweep: Sweep) -> None:
     if sweep.trains:
         _check_directories(sweep)
     _check_equal(sweep.jobs)
-    # 3. Slurm
+    # 3. check for Slurm
     if sweep.is_submitted and shutil.which("sbatch") is None:
         raise ConfigError(
             "hydra/launcher=submitit_slurm needs Slurm's sbatch, which is not on this machine's "
@@ -148,7 +148,7 @@ def check_sweep(sweep: Sweep) -> None:
 
 
 def _check_directories(sweep: Sweep) -> None:
-    """Raise ConfigError where jobs share a directory, or write out of it through a link."""
+    """Raise ConfigError if jobs share a directory, or write outside it through a link."""
     check_inside(sweep.directory, (*FILES, STUDY, SUBMITIT), "run.dir")
     owners: dict[str, Job] = {}
     for job in sweep.jobs:
@@ -157,13 +157,13 @@ def _check_directories(sweep: Sweep) -> None:
         if first is not job:
             raise ConfigError(
                 f"Jobs {first.index} ({first.name}) and {job.index} ({job.name}) have the same "
-                f"run.dir, {job.run_dir}. Leave out a value that is there twice, or leave "
+                f"run.dir, {job.run_dir}. Leave out the repeated value, or leave "
                 "run.dir to the sweep."
             )
 
 
 def _check_equal(jobs: Sequence[Job]) -> None:
-    """Raise ConfigError where values such as 1e-3 and 0.001 make the same request of two jobs."""
+    """Raise ConfigError if two jobs make the same request, as with values 1e-3 and 0.001."""
     owners: dict[str, Job] = {}
     for job in jobs:
         if job.config is None:
@@ -179,12 +179,12 @@ def _check_equal(jobs: Sequence[Job]) -> None:
 
 
 def has_ended(run_dir: Path, run: Run) -> bool:
-    """Return whether all run.num_steps are done and saved, and run.resume lets them count."""
+    """Return whether run_dir has the checkpoint of the last step, and run.resume allows its use."""
     return run.resume != "never" and newest_checkpoint(run_dir) == run.num_steps
 
 
 def check_finished(run_dir: Path, wanted: Config) -> None:
-    """Raise ConfigError where a finished run of other settings or code is in a job's run_dir."""
+    """Raise ConfigError if run_dir holds a finished run of other settings or code."""
     if not has_ended(run_dir, wanted.run):
         return
     try:
@@ -205,7 +205,7 @@ def _code_changes(run_dir: Path) -> list[str]:
     file = run_dir / "checkpoints" / str(newest_checkpoint(run_dir)) / "meta" / "data.json"
     try:
         parts = from_json(read_file(file))["meta"]["sources"].values()
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):  # a damaged one
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):  # a damaged checkpoint
         return []
     modules = {name: digest for part in parts for name, digest in part.items()}
     now = sources_here(modules)
@@ -214,7 +214,7 @@ def _code_changes(run_dir: Path) -> list[str]:
 
 
 def run_dir_override(run_dir: Path) -> str:
-    """Return the override for a directory of any name, in quotes where Hydra's grammar needs them.
+    """Return the override `run.dir=...`, quoted if Hydra's grammar requires it.
 
     >>> run_dir_override(Path("runs/a=1,b=2"))
     "run.dir='runs/a=1,b=2'"
@@ -225,5 +225,5 @@ def run_dir_override(run_dir: Path) -> str:
 
 
 def job_command(job: Job) -> list[str]:
-    """Return the command of the process of a job."""
+    """Return the command of a job's process."""
     return [sys.executable, "-m", "ppctl.cli", *job.words, run_dir_override(job.run_dir)]

@@ -29,14 +29,14 @@ SHOWN = (  # columns of the table, from a record
     *("memory_bytes", "seconds"),
 )
 ABOUT = (
-    "Seconds of a step and tok/s are medians over all steps of a run; predicted: seconds of a "
-    f"step by the planner. {bubbles.ABOUT} Memory: of the fullest device, as compiled. Seconds "
-    "in all are of this sweep, start and compiling included."
+    "Seconds of a step and tok/s are medians over all steps of a run; predicted seconds of a step "
+    f"are the planner's. {bubbles.ABOUT} Memory: that of the fullest device, as compiled. Seconds "
+    "in all cover this sweep, with start and compilation."
 )
 
 
 def sweep_page(directory: Path, results: Sequence[Result], file: Path | None = None) -> str:
-    """Return the text of the page. file: where it will stand; None: in the sweep's directory."""
+    """Return the page's HTML. file: the path of the page; None: in the sweep's directory."""
     file = file or directory / FILES[1]
     states = {result.status for result in results}
     look = kit.NO if "failed" in states else kit.YES if states <= {*DONE} else kit.UNKNOWN
@@ -60,11 +60,11 @@ def sweep_page(directory: Path, results: Sequence[Result], file: Path | None = N
 
 
 def _figures_over(key: str, done: Sequence[Result]) -> str:
-    """Return a section with a figure of each number over a swept setting of positive numbers.
+    """Return a section with a figure of each number over a swept setting with positive values.
 
-    A line for each combination of the other settings, the mean of its repeats.
+    Each line is the mean of the repeats of one combination of the other settings.
     """
-    # 1. the jobs of each line
+    # 1. group the jobs by line
     by_line: dict[str, list[tuple[float, Result]]] = defaultdict(list)
     for result in done:
         x, values = result.job.values.get(key), result.job.values
@@ -74,7 +74,7 @@ def _figures_over(key: str, done: Sequence[Result]) -> str:
     if len({x for places in by_line.values() for x, _ in places}) < 2:
         return ""
     drawn = dict(list(by_line.items())[:MOST_LINES])
-    # 2. the figures
+    # 2. draw the figures
     figures = []
     for name in DRAWN:
         curves = {line: _means(places, name) for line, places in drawn.items()}
@@ -82,14 +82,14 @@ def _figures_over(key: str, done: Sequence[Result]) -> str:
             title = kit.NUMBERS[name][0]
             svg = curves_svg(curves, title=title, x_name=key, over_sizes=True)
             figures.append(kit.figure(title, svg))
-    # 3. the section
+    # 3. make the section
     left_out = len(by_line) - len(drawn)
     few = f"The first {MOST_LINES} lines; {left_out} more are in the table." if left_out else ""
     return kit.section(f"Over {key}", kit.line_legend(drawn), kit.soft(few), kit.figures(figures))
 
 
 def _means(places: Sequence[tuple[float, Result]], name: str) -> list[tuple[float, float]]:
-    """Return the mean of a number's known values at each place."""
+    """Return (x, mean of a number's known values) for each x, ascending."""
     values: dict[float, list[float]] = defaultdict(list)
     for x, result in places:
         if (value := result.numbers[name]) is not None:

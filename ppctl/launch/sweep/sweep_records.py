@@ -28,11 +28,11 @@ ENDS = ("status", "exit_code", "seconds", "error", "run_dir")
 LAYOUT = ("mesh", "schedule", "partition", "executor", "hardware", "launch")
 LOSSES = ("final_loss", "eval_loss")
 MEDIANS = ("step_time_s", *SPEEDS)
-LEAST_DECIMALS, MOST_DECIMALS = 4, 9  # of a loss
+LEAST_DECIMALS, MOST_DECIMALS = 4, 9  # decimals of a loss
 
 
 def numbers_of(run_dir: Path, since_s: float = 0.0) -> dict[str, Any]:
-    """Return NUMBERS of a run, as far as it wrote them, in files that were written since then."""
+    """Return the NUMBERS of a run. Files last written before since_s (Unix seconds) are ignored."""
     curves, last = _curves(run_dir / "metrics.jsonl", since_s)
     _, last_evaluation = _curves(run_dir / "eval.jsonl", since_s)
     numbers: dict[str, Any] = {name: _number(last, name) for name in NUMBERS}
@@ -55,9 +55,9 @@ def _curves(path: Path, since_s: float) -> tuple[dict[str, Curve], dict[str, Any
 
 
 def equal_errors(results: Sequence[Result]) -> dict[str, list[Job]]:
-    """Return the failed jobs by their error, in the order of the first job of each.
+    """Return the failed jobs, grouped by error message, in the order of each group's first job.
 
-    Errors that differ only in the run.dir of their jobs are one, with RUN_DIR in its place.
+    Messages that differ only in the job's run.dir are one group, with RUN_DIR in its place.
     """
     alike: dict[str, list[Result]] = {}
     for result in results:
@@ -83,7 +83,7 @@ def state_counts(results: Sequence[Result]) -> str:
 def side_by_side_note(results: Sequence[Result]) -> str:
     """Return a note if any job shared the machine, in this or an earlier start, else ""."""
     shared = any((result.job.run_dir / LOG).exists() for result in results)
-    note = "Jobs ran side by side, which slows each of them: no fastest is named"
+    note = "Jobs ran side by side, which slows each of them: the fastest is not named"
     return note if shared else ""
 
 
@@ -114,20 +114,20 @@ def show_results(console: Console, results: Sequence[Result]) -> None:
 
 
 class Best(NamedTuple):
-    """The job that is ahead of the others in one number."""
+    """The job that is best in one number."""
 
     what: str  # fastest, in tok/s | lowest eval_loss | lowest final_loss
     job: int
     value: float
-    text: str  # a line for people
-    place: str  # its newest checkpoint, or its directory where it saved none
+    text: str  # line to print
+    place: str  # its newest checkpoint, else its run.dir
 
 
 def best_of(results: Sequence[Result]) -> list[Best]:
-    """Return the best finished jobs: by loss, if more than the layout varies, and by speed, if
-    none shared the machine with others.
+    """Return the best finished jobs by loss and by speed.
 
-    Losses are compared where all these jobs trained equally many steps.
+    Losses are compared if settings besides the layout vary and all these jobs trained equally many
+    steps; speeds are compared if no job shared the machine.
     """
     done = [result for result in results if result.is_done]
     names = {key.lstrip("+").split(".")[0] for result in results for key in result.job.values}
@@ -154,7 +154,7 @@ def _ahead(done: Sequence[Result], by: str, what: str, *, sign: int) -> list[Bes
 
 
 def decimals(values: Iterable[float | None]) -> int:
-    """Return how many decimals, LEAST_DECIMALS to MOST_DECIMALS, tell these numbers apart.
+    """Return the fewest decimals, LEAST_DECIMALS to MOST_DECIMALS, that show values as different.
 
     >>> decimals([0.5, 0.25, None]), decimals([1.00001, 1.00002]), decimals([1.0, 1.0 + 1e-15])
     (4, 5, 9)
@@ -170,9 +170,9 @@ def decimals(values: Iterable[float | None]) -> int:
 
 
 def write_records(directory: Path, results: Sequence[Result]) -> None:
-    """Write a record a job: its number, swept values by key, ENDS and NUMBERS.
+    """Write one record per job: its number, swept values by key, ENDS and NUMBERS.
 
-    Numbers that are not finite are null. OSError where it cannot be written.
+    Numbers that are not finite are null. OSError if the file cannot be written.
     """
     records = []
     for each in results:
@@ -189,9 +189,9 @@ def is_sweep(directory: Path) -> bool:
 
 
 def read_sweep(directory: Path) -> list[Result]:
-    """Return the results of a sweep by its records and by the runs of its jobs as they are now.
+    """Return the results of a sweep from its records and the current state of its jobs' runs.
 
-    Also while it runs, after it was killed or moved. [] where the records cannot be read.
+    The sweep may be running, killed or moved. [] if the records cannot be read.
     """
     try:
         records = from_json(read_file(directory / FILES[0]))
@@ -201,7 +201,7 @@ def read_sweep(directory: Path) -> list[Result]:
 
 
 def _read(directory: Path, index: int, record: Mapping[str, Any]) -> Result:
-    # 1. the job, as recorded
+    # 1. read the job, as recorded
     recorded = Path(record["run_dir"])
     inside = directory / recorded.name
     values = {k: shown(v) for k, v in record.items() if k not in ("job", *ENDS, *NUMBERS)}
@@ -210,7 +210,7 @@ def _read(directory: Path, index: int, record: Mapping[str, Any]) -> Result:
     code, seconds = whole_number(record, "exit_code"), record_number(record, "seconds")
     status, error = str(record["status"]), record["error"]
     is_refused = code is not None and seconds is None and error is not None
-    # 2. its run
+    # 2. read its run
     if is_refused or not is_run(job.run_dir):
         status = "not started" if status == "running" else status
         return Result(job, status, code, seconds, error if error is None else str(error))

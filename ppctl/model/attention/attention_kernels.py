@@ -4,12 +4,12 @@ kernel  | method                                               | where
 xla     | all scores of a sequence in memory                   | any backend, short sequences
 chunked | a softmax over blocks of keys, one after the other:  | any backend, long sequences, and
         | memory grows with the tokens, not with their square  | those divided over cp
-cudnn   | cuDNN's flash attention; not of packed sequences     | NVIDIA GPUs from 8.0, in 16 bits
+cudnn   | cuDNN's flash attention; no packed sequences         | NVIDIA GPUs from 8.0, in 16 bits
 pallas  | JAX's splash attention                               | TPUs
 
 Shape suffixes: B batch, T tokens, S tokens attended to, N query heads, G kv heads, H width of a
-head. Values of a kernel's forward that its backward reads (its output, and the logarithms of the
-softmax's sums) are named "saved", so that remat=none keeps them and no kernel runs twice.
+head. A kernel's output and the logarithms of its softmax sums are checkpointed under the name
+"saved": remat=none keeps them for the backward, so that no kernel runs twice.
 """
 
 import re
@@ -28,13 +28,13 @@ from ppctl.model.attention.attention_scores import PLAIN, Scoring, plain
 from ppctl.model.attention.context_attention import PairKernel
 from ppctl.model.parallel import WHOLE, StageAxes
 
-LONG = 1024  # tokens from which auto takes `chunked`: 0.57 of the CPU seconds of `xla`
+LONG = 1024  # least tokens for auto to take `chunked`, in 0.57 of the CPU seconds of `xla`
 LANES = 128  # lanes of a TPU
-PALLAS_BLOCKS = (512, 384, 256, LANES)  # tokens of a block; the first that divides (MaxText: 512)
+PALLAS_BLOCKS = (512, 384, 256, LANES)  # tokens a block; the first that divides T (MaxText: 512)
 
-# q [B, T, N, H], k and v [B, S, G, H], perhaps each packed token's document [B, T] -> [B, T, N, H]
+# (q [B, T, N, H], k and v [B, S, G, H], document of each token [B, T] or None) -> [B, T, N, H]
 Kernel = Callable[..., jax.Array]
-Mix = Callable[[StageAxes, Scoring], Kernel]  # attention on a stage's axes
+Mix = Callable[[StageAxes, Scoring], Kernel]  # (axes of a stage, scoring) -> attention
 
 
 def choose(
@@ -48,11 +48,16 @@ def choose(
     *,
     packed: bool = False,
 ) -> str:
-    """Return the kernel for `wanted` (auto, or a kernel) on an attached or described device.
+    """Return the name of a supported kernel: `wanted`, or the preferred one for wanted="auto".
 
-    device: with platform, and on GPUs compute_capability, as jax.Device; dtype: of compute;
-    num_tokens: of a sequence, or of a piece with cp; packed: sequences have several documents.
-    ConfigError if device, dtype, sizes or packing rule out a kernel requested by name.
+    Args:
+        device: An attached or described device: `platform`, and on GPUs `compute_capability`.
+        dtype: The dtype of compute.
+        num_tokens: Tokens of a sequence; with cp > 1, of one of a device's two pieces of it.
+        packed: Whether sequences hold several documents.
+
+    Raises:
+        ConfigError: The device, dtype, sizes or packing rule out the requested kernel.
     """
     limits = partial(_limits, device, dtype, head_dim, num_tokens, cp, scoring, packed)
     fault = lambda kernel: next((text for is_over, text in limits(kernel) if is_over), None)  # noqa: E731
@@ -62,7 +67,7 @@ def choose(
     if (reason := fault(wanted)) is not None:
         raise ConfigError(
             f"{setting('model.attention', wanted)}: {reason}. Use "
-            f"{setting('model.attention', 'auto')}, which chooses one."
+            f"{setting('model.attention', 'auto')}, which chooses a supported kernel."
         )
     return wanted
 
@@ -77,15 +82,18 @@ def _limits(
     packed: bool,
     kernel: str,
 ) -> list[tuple[bool, str]]:
-    """Return the limits of a kernel: (whether it is exceeded, the message)."""
-    merges = f"{setting('mesh.cp', cp)} merges parts of a softmax, which {kernel} does not give"
+    """Return the limits of a kernel as pairs (whether it is exceeded, reason)."""
+    merges = (
+        f"{setting('mesh.cp', cp)} merges parts of a softmax by their sums, which {kernel} does "
+        "not return"
+    )
     limits = [(cp > 1 and kernel not in PAIR_KERNELS, merges)]
     if kernel not in ("pallas", "cudnn"):
         return limits
     by_dtype, kind, platform = setting("run.dtype", dtype), jnp.dtype(dtype), device.platform
     if kernel == "pallas":
-        shape = f"{head_dim} wide and {num_tokens} tokens long"
-        sizes = f"heads and sequences of multiples of {LANES}, and they are {shape}"
+        shape = f"heads {head_dim} wide and {num_tokens} tokens"
+        sizes = f"a head width and a number of tokens divisible by {LANES}, not {shape}"
         limits += [
             (platform != "tpu", f"the Pallas kernel is for TPUs, and the platform is {platform}"),
             (kind.itemsize > 4, f"the Pallas kernel computes in at most 32 bits, and {by_dtype}"),
@@ -95,10 +103,10 @@ def _limits(
         flash, capability = "cuDNN's flash attention", compute_capability(device)
         most = 256 if capability >= (9, 0) else 128
         version = f"{getattr(device, 'device_kind', platform)} has {'.'.join(map(str, capability))}"
-        widths = f"heads of a multiple of 8 and at most {most} wide, and they are {head_dim} wide"
+        widths = f"a head width of at most {most} that is divisible by 8, not {head_dim}"
         named = {"model.window": scoring.window, "model.attention_softcap": scoring.softcap}
         extras = [setting(name, f"{n:g}") for name, n in named.items() if n is not None]
-        has = f"no windows and no caps of scores, and the model has {' '.join(extras)}"
+        has = f"neither windows nor caps of scores, and the model has {' '.join(extras)}"
         limits += [
             (not any(capability), f"cuDNN runs on NVIDIA GPUs, and the platform is {platform}"),
             (capability < (8, 0), f"{flash} needs compute capability 8.0, and {version}"),
@@ -107,7 +115,7 @@ def _limits(
                 f"{flash} computes in bfloat16, and {by_dtype}",
             ),
             (head_dim % 8 > 0 or head_dim > most, f"cuDNN needs {widths}"),
-            (bool(extras), f"ppctl's call of cuDNN has {has}"),
+            (bool(extras), f"ppctl's call of cuDNN supports {has}"),
             (packed, "cuDNN's attention does not keep packed documents apart"),
         ]
     return limits
@@ -116,7 +124,7 @@ def _limits(
 def compute_capability(device: Any) -> tuple[int, int]:
     """Return the compute capability of an NVIDIA GPU, (0, 0) for other devices."""
     text = str(getattr(device, "compute_capability", ""))
-    version = re.fullmatch(r"(\d+)\.(\d+)", text)  # AMD's has letters
+    version = re.fullmatch(r"(\d+)\.(\d+)", text)  # no match for AMD's, which has letters
     if device.platform not in ("gpu", "cuda") or version is None:
         return 0, 0
     return int(version[1]), int(version[2])
@@ -125,7 +133,10 @@ def compute_capability(device: Any) -> tuple[int, int]:
 def attention(
     wanted: str, device: Any = None, axes: StageAxes = WHOLE, scoring: Scoring = PLAIN
 ) -> Kernel:
-    """Return causal softmax attention by the kernel of `choose` on a device, or the first one."""
+    """Return causal softmax attention. At each call, `choose` selects its kernel by the shapes.
+
+    device: the target device; None: the first attached one. axes: the mesh axes in the stage.
+    """
 
     def mix(
         q_BTNH: jax.Array,
@@ -156,11 +167,12 @@ def pallas(
     scoring: Scoring = PLAIN,
     interpret: bool = False,
 ) -> jax.Array:
-    """Return attention by JAX's splash kernels for TPUs; interpret: on any device."""
-    # imported here: Pallas takes 0.3 s
+    """Return attention by JAX's splash kernels for TPUs; interpret=True runs on any device."""
+    # imported in the function, because importing Pallas takes 0.3 s
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
+    # 1. the mask of a head, and the tokens of a block
     T, N, H = q_BTNH.shape[1:]
     of_head = masks.CausalMask((T, T))
     if scoring.window is not None:
@@ -168,6 +180,7 @@ def pallas(
     block = next(size for size in PALLAS_BLOCKS if T % size == 0)
     names = (field.name for field in fields(splash.BlockSizes))
     sizes: dict[str, Any] = {name: block for name in names if name.startswith("block")}
+    # 2. the kernel
     kernel = splash.make_splash_mha(
         masks.MultiHeadMask([of_head] * N),
         head_shards=1,
@@ -177,6 +190,7 @@ def pallas(
         attn_logits_soft_cap=scoring.softcap,
         interpret=interpret,
     )
+    # 3. the call, one sequence at a time
     q_BNTH, k_BGSH, v_BGSH = (a.transpose(0, 2, 1, 3) for a in (q_BTNH, k_BSGH, v_BSGH))
     both = None if documents_BT is None else splash.SegmentIds(documents_BT, documents_BT)
     out_BNTH: Any = jax.vmap(kernel)(q_BNTH * scoring.scale_of(H), k_BGSH, v_BGSH, both)
@@ -184,9 +198,11 @@ def pallas(
 
 
 def kernel_of(forward: Callable[..., Any], backward: Callable[..., Any]) -> Kernel:
-    """Return attention by forward(q, k, v) -> output, log_sums and backward(*all, g) -> gradients.
+    """Return attention that is differentiated by `backward`.
 
-    log_sums: logarithms of the softmax's sums. With packed sequences both also take documents_BT.
+    forward(q, k, v) -> (output, log_sums): log_sums are the logarithms of the softmax's sums.
+    backward(q, k, v, output, log_sums, g) -> gradients of q, k and v. With packed sequences both
+    also take documents_BT.
     """
 
     def of(documents: jax.Array | None) -> dict[str, jax.Array]:
@@ -210,11 +226,12 @@ def kernel_of(forward: Callable[..., Any], backward: Callable[..., Any]) -> Kern
     return lambda q, k, v, documents=None: kernel(q, k, v, documents)
 
 
-PAIR_KERNELS = {"chunked": chunked_attention, "cudnn": cudnn_attention}  # merge parts of a softmax
+# kernels that return the softmax's sums, so that results over parts of the keys can be merged
+PAIR_KERNELS = {"chunked": chunked_attention, "cudnn": cudnn_attention}
 
 
 def pair_kernel(name: str, scoring: Scoring = PLAIN) -> PairKernel:
-    """Return one of PAIR_KERNELS."""
+    """Return one of PAIR_KERNELS with this scoring."""
     module = PAIR_KERNELS[name]
     return PairKernel(*(partial(f, scoring=scoring) for f in (module.forward, module.backward)))
 

@@ -1,4 +1,4 @@
-"""How attention scores queries and keys, and attention with all scores of a sequence in memory.
+"""Attention scores of queries and keys, and attention with all scores of a sequence in memory.
 
 Shape suffixes: B batch, T tokens, S tokens attended to, N query heads, G kv heads, R = N/G queries
 of a kv head, M = R*T, H width of a head.
@@ -16,10 +16,10 @@ NEVER = -1e30  # score of a token that is not attended to
 
 @dataclass(frozen=True)
 class Scoring:
-    """Scores are scale * q.k, then cap*tanh(score/cap); no token attends to later ones.
+    """Scores of causal attention: score = scale * q.k, then softcap * tanh(score / softcap).
 
-    scale: None: 1/sqrt(H). softcap: the cap; None: no cap. window: the last tokens that a token
-    attends to, itself included; None: all before it.
+    scale: None means 1/sqrt(H). softcap: None means no cap. window: number of tokens that a token
+    attends to, counted back from itself; None means no limit.
     """
 
     scale: float | None = None
@@ -30,15 +30,15 @@ class Scoring:
         return head_dim**-0.5 if self.scale is None else self.scale
 
     def capped(self, scores: jax.Array) -> jax.Array:
-        """Return scaled scores with the cap."""
+        """Return the capped scores from the scaled scores."""
         return scores if self.softcap is None else self.softcap * jnp.tanh(scores / self.softcap)
 
     def pulled(self, change: jax.Array, capped: jax.Array) -> jax.Array:
-        """Return the gradient of scaled scores from that of `capped` ones."""
+        """Return the gradient of the scaled scores, given `change`, that of the capped scores."""
         return change if self.softcap is None else change * (1 - jnp.square(capped / self.softcap))
 
     def num_pairs(self, num_tokens: int) -> int:
-        """Return the pairs of tokens of a sequence in which one attends to the other.
+        """Return the number of pairs (query, key) of a sequence whose score is not masked.
 
         >>> Scoring().num_pairs(4), Scoring(window=2).num_pairs(4), Scoring(window=9).num_pairs(4)
         (10, 7, 10)
@@ -70,7 +70,7 @@ def attend(
     is_attended: jax.Array,
     scoring: Scoring,
 ) -> jax.Array:
-    """Return attention of queries to the keys of `is_attended`, [T, S] or [B, 1, T, S]."""
+    """Return attention [B, T, N, H] with the mask `is_attended`, [T, S] or [B, 1, T, S]."""
     B, T, N, H = q_BTNH.shape
     G = k_BSGH.shape[2]
     q_BTGRH = q_BTNH.reshape(B, T, G, N // G, H) * scoring.scale_of(H)
@@ -100,7 +100,7 @@ def _softmax_jvp(dtype: jnp.dtype, primals: tuple, tangents: tuple) -> tuple[jax
 
 
 def _attended(T: int, scoring: Scoring, documents_BT: jax.Array | None) -> jax.Array:
-    """Return whether a query attends to a key, [T, S]; with documents [B, 1, T, S]."""
+    """Return the mask of the keys that a query attends to, [T, S]; with documents [B, 1, T, S]."""
     attended_TS = jnp.tril(jnp.ones((T, T), bool))
     if scoring.window is not None:
         attended_TS = jnp.triu(attended_TS, 1 - scoring.window)

@@ -1,4 +1,4 @@
-"""Attention as a softmax over blocks of keys in turn: memory grows linearly with the tokens.
+"""Attention with an online softmax over blocks of keys: memory is linear in the tokens.
 
 Source: Milakov and Gimelshein 2018; the backward: Dao et al. 2022. Shape suffixes: B batch, T
 tokens, S tokens attended to, N query heads, G kv heads, R = N/G queries of a kv head, H width of a
@@ -14,7 +14,7 @@ import numpy as np
 
 from ppctl.model.attention.attention_scores import NEVER, PLAIN, Scoring
 
-BLOCK = 256  # tokens of a block
+BLOCK = 256  # tokens a block
 
 
 def forward(
@@ -25,7 +25,10 @@ def forward(
     scoring: Scoring = PLAIN,
     documents_BT: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (output, logarithms of the sums of exponentials [B, N, T])."""
+    """Return (output [B, T, N, H], logarithms of the softmax's sums [B, N, T]).
+
+    causal: T = S, and no query attends to a later key. documents_BT: each token's document.
+    """
     blocks = _Blocks(q_BTNH, k_BSGH, v_BSGH, causal, scoring, documents_BT)
     q, v, wide, product = blocks.q, blocks.v, blocks.wide, blocks.product
 
@@ -63,13 +66,13 @@ def backward(
     scoring: Scoring = PLAIN,
     documents_BT: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the gradients of q, k and v, from results of `forward` and the output's gradient."""
+    """Return the gradients of q, k and v, given the results of `forward` and the output's, g."""
     # 1. blocks
     blocks = _Blocks(q_BTNH, k_BSGH, v_BSGH, causal, scoring, documents_BT)
     q, k, v, wide, product = blocks.q, blocks.k, blocks.v, blocks.wide, blocks.product
     log_sums = _query_blocks(log_sums_BNT.swapaxes(1, 2)[..., None], k_BSGH)[..., 0]
     g, out = _query_blocks(g_BTNH, k_BSGH), _query_blocks(out_BTNH, k_BSGH)
-    drift = jnp.sum(g.astype(wide) * out.astype(wide), -1)  # gradient times output of each query
+    drift = jnp.sum(g.astype(wide) * out.astype(wide), -1)  # gradient times output, for each query
 
     # 2. a pair of blocks of queries and keys
     def one_pair(carry: tuple, pair: tuple) -> tuple[tuple, None]:
@@ -91,7 +94,7 @@ def backward(
 
 
 class _Blocks:
-    """Queries, keys and values by blocks, and the scores of pairs of these."""
+    """Queries, keys and values in blocks, and the scores of pairs of blocks."""
 
     def __init__(
         self,
@@ -103,7 +106,7 @@ class _Blocks:
         documents: Any,
     ):
         is_plain = documents is None and scoring.window is None
-        assert causal or is_plain, "documents or a window of a part of a sequence"
+        assert causal or is_plain, "only causal attention has documents or a window"
         self.q, self.k, self.v = _query_blocks(q, k), _key_blocks(k), _key_blocks(v)
         self.documents = None if documents is None else _padded(documents).swapaxes(0, 1)
         self.causal, self.scoring, self.num_keys = causal, scoring, k.shape[1]
@@ -112,18 +115,21 @@ class _Blocks:
 
     @property
     def pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """(i, j) of blocks of queries and keys, by i (causal: j <= i), inside the window."""
+        """Return the pairs (i, j) of a query block and a key block to compute, ordered by i.
+
+        For causal attention j <= i. Pairs wholly outside the window are left out.
+        """
         i, j = np.indices((len(self.q), len(self.k))).reshape(2, -1)
         if self.causal:
             i, j = np.tril_indices(len(self.q))
         if self.scoring.window is not None:
-            # from the last key of a block j < i to the first query of i
+            # distance from the last key of block j < i to the first query of block i
             is_near = (i - j - 1) * self.k.shape[2] + 1 < self.scoring.window
             i, j = i[is_near], j[is_near]
         return i.astype(np.int32), j.astype(np.int32)
 
     def scores(self, i: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the scores [B, G, R, C, C] of a pair of blocks, and the same unmasked."""
+        """Return (masked scores, unmasked scores) of a pair of blocks, both [B, G, R, C, C]."""
         scores = self.product("BGRCH,BSGH->BGRCS", self.q[i], self.k[j])
         capped = self.scoring.capped(scores * self.scoring.scale_of(self.q.shape[-1]))
         if not self.causal:
@@ -131,7 +137,7 @@ class _Blocks:
             is_padding = j * block + jnp.arange(block) >= self.num_keys
             return jnp.where(is_padding, NEVER, capped) if self.num_keys % block else capped, capped
         here = np.arange(self.q.shape[-2])
-        comes_later = here[:, None] < here  # tokens of one block
+        comes_later = here[:, None] < here  # [query, key] of one block
         is_never = (i == j) & comes_later
         if self.scoring.window is not None:
             is_never |= (i - j) * len(here) + here[:, None] - here >= self.scoring.window
@@ -142,7 +148,7 @@ class _Blocks:
 
 
 def _padded(a: jax.Array) -> jax.Array:
-    """Return [B, K, C, ...] of [B, T, ...], padded with zeros that no earlier token attends to."""
+    """Return [B, T, ...] in blocks, [B, K, C, ...], padded with zeros, which masks exclude."""
     B, T = a.shape[:2]
     block = min(BLOCK, T)
     number = -(-T // block)
@@ -151,7 +157,7 @@ def _padded(a: jax.Array) -> jax.Array:
 
 
 def _query_blocks(q_BTNH: jax.Array, k_BSGH: jax.Array) -> jax.Array:
-    """Return [K, B, G, R, C, H]."""
+    """Return the queries in blocks, [K, B, G, R, C, H]."""
     q_BKCNH, G = _padded(q_BTNH), k_BSGH.shape[2]
     B, K, C, N, H = q_BKCNH.shape
     return q_BKCNH.reshape(B, K, C, G, N // G, H).transpose(1, 0, 3, 4, 2, 5)
@@ -163,7 +169,7 @@ def _from_query_blocks(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _key_blocks(k_BSGH: jax.Array) -> jax.Array:
-    """Return [K, B, C, G, H]."""
+    """Return the keys (or values) in blocks, [K, B, C, G, H]."""
     return _padded(k_BSGH).swapaxes(0, 1)
 
 

@@ -1,10 +1,11 @@
 """Causal attention over sequences whose tokens are divided over devices along cp.
 
 Every device has two pieces of C tokens, an early and a late one (zig-zag order, see
-`ppctl.model.parallel`). Its queries attend to its own pieces causally, and to other devices' wholly
-or not at all: two pairs of pieces a device, so that all devices do equal work. The parts of a
-softmax are merged by the logarithms of their sums (Liu, Zaharia and Abbeel 2023; zig-zag order: Zhu
-2024). Keys, values and their gradients are sent as `StageAxes.context` says: see `_with_others`.
+`ppctl.model.parallel`). Its queries attend causally to its two pieces. Each of its two query pieces
+attends to a key piece of another device in full or not at all. For each other device, two pairs of
+pieces attend in full, so that all devices do equal work. The parts of a softmax are merged by the
+logarithms of their sums (Liu, Zaharia and Abbeel 2023; zig-zag order: Zhu 2024).
+`StageAxes.context` selects how keys, values and their gradients are sent: see `_with_others`.
 
 Shape suffixes: B batch, T = 2C tokens of a device, N query heads, G kv heads, H width of a head.
 """
@@ -24,8 +25,8 @@ class PairKernel(NamedTuple):
 
     forward(q [B, T, N, H], k, v [B, S, G, H], causal) -> (output [B, T, N, H], log sums [B, N, T]).
     backward(q, k, v, output, log_sums, g, causal) -> gradients of q, k, v through these keys;
-    output, log_sums and g are of the whole softmax. causal: T = S, and no query attends to a later
-    key.
+    output, its gradient g and log_sums are those of the whole softmax.
+    causal: T = S, and no query attends to a later key.
     """
 
     forward: Callable[..., tuple[jax.Array, jax.Array]]
@@ -35,8 +36,8 @@ class PairKernel(NamedTuple):
 def forward(
     kernel: PairKernel, axes: StageAxes, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (a device's output, log sums), for `attention_kernels.kernel_of`, as `backward`."""
-    # 1. this device's pieces: each with itself, and the late one with the early one
+    """Return (output [B, T, N, H], log sums [B, N, T]) of this device's queries."""
+    # 1. this device: each piece attends to itself, and the late piece to the early one
     wide = jnp.promote_types(q.dtype, jnp.float32)
     q_early, q_late = jnp.split(q, 2, axis=1)
     k_early, v_early = k[:, : k.shape[1] // 2], v[:, : v.shape[1] // 2]
@@ -45,7 +46,7 @@ def forward(
     early, late = ((out.astype(wide), sums) for out, sums in pairs)
     late = _merged(late, kernel.forward(q_late, k_early, v_early, False))
 
-    # 2. two pairs of pieces with each other device
+    # 2. each other device: two pairs of pieces attend
     def meet(carry: tuple, is_earlier: jax.Array, kv: tuple) -> tuple[tuple, tuple]:
         early, late = carry
         q_both, k_both, v_both = _two_pairs(is_earlier, q_early, q_late, *kv)
@@ -69,7 +70,8 @@ def backward(
     log_sums: jax.Array,
     g: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    # 1. this device's pieces: each with itself, and the late one with the early one
+    """Return the gradients of this device's q, k and v."""
+    # 1. this device: each piece attends to itself, and the late piece to the early one
     wide = jnp.promote_types(q.dtype, jnp.float32)
     of_queries = [jnp.split(a, 2, axis=2 if a is log_sums else 1) for a in (q, out, log_sums, g)]
     early, late = zip(*of_queries, strict=True)
@@ -87,7 +89,7 @@ def backward(
     dk, dv = (a.at[early_piece].add(b) for a, b in zip((dk, dv), of_keys, strict=True))
     dq_late = dq_late + dq_more
 
-    # 2. two pairs of pieces with each other device
+    # 2. each other device: two pairs of pieces attend
     def meet(carry: tuple, is_earlier: jax.Array, kv: tuple) -> tuple[tuple, tuple]:
         dq_early, dq_late = carry
         pairs = zip(early, late, strict=True)
@@ -105,14 +107,15 @@ def backward(
 def _with_others(
     axes: StageAxes, meet: Callable[..., Any], carry: tuple, kv: tuple, sums: tuple
 ) -> tuple[tuple, tuple]:
-    """Return (carry, sums) of a device after `meet` with each other device along cp.
+    """Return (carry, sums) of this device after a call of `meet` for each other device along cp.
 
-    meet(carry, is_earlier, kv of another device) -> (carry, what it adds to that device's sums).
-    sums: of the gradients of kv, or (). context=gather: keys and values of all devices are gathered
-    first, their gradients summed and scattered last. ring: all hop from device to device for each
-    meeting.
+    meet(carry, is_earlier, kv of another device) -> (carry, gradients of that device's kv).
+    is_earlier: whether the other device is earlier along cp. sums: gradients of this device's kv so
+    far, or (). context=gather: keys and values of all devices are gathered first; their gradients
+    are summed and scattered last. context=ring: kv and sums hop to the next device before each
+    call.
     """
-    # 1. one meeting, after a hop of the ring
+    # 1. one call of `meet`, for context=ring after a hop
     c, is_ring = jax.lax.axis_index("cp"), axes.context == "ring"
     ring = [(i, (i + 1) % axes.cp) for i in range(axes.cp)]
     hop = partial(jax.lax.ppermute, axis_name="cp", perm=ring)
@@ -127,7 +130,7 @@ def _with_others(
         add = jnp.add if is_ring else partial(put, index=source)
         return (carry, kv, jax.tree.map(add, sums, added)), None
 
-    # 2. all meetings; then sums go home
+    # 2. all calls; then the sums return to their devices
     if not is_ring:
         kv = jax.lax.all_gather(kv, "cp")  # [cp, B, T, G, H]
         sums = tuple(put(jnp.zeros((axes.cp, *a.shape), a.dtype), a, c) for a in sums)
@@ -152,7 +155,7 @@ def _either(condition: jax.Array, a: tuple, b: tuple) -> tuple:
 def _merged(
     a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (output, log_sums) of two parts of a softmax merged, the output in a's dtype."""
+    """Merge two parts of a softmax into one: (output in a's dtype, log_sums)."""
     (out_a, sums_a), (out_b, sums_b) = a, b
     sums = jnp.logaddexp(sums_a, sums_b)
     share = lambda part: jnp.exp(part - sums).transpose(0, 2, 1)[..., None].astype(out_a.dtype)  # noqa: E731
@@ -162,10 +165,10 @@ def _merged(
 def _two_pairs(
     is_earlier: jax.Array, q_early: jax.Array, q_late: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return queries, keys and values [2B, C, ...] of two pairs of pieces, with another device's.
+    """Return (queries, keys, values), [2B, C, ...], of the two pairs with another device's pieces.
 
-    First pair: the late queries and the early piece. Second pair: the early queries and the early
-    piece if the other device is earlier along cp, else the late queries and the late piece.
+    First pair: the late queries and the early keys. Second pair: the early queries and the early
+    keys if the other device is earlier along cp, else the late queries and the late keys.
     """
     queries = jnp.concatenate([q_late, jnp.where(is_earlier, q_early, q_late)])
     (k_early, k_late), (v_early, v_late) = (jnp.split(a, 2, axis=1) for a in (k, v))
@@ -174,13 +177,13 @@ def _two_pairs(
 
 
 def _of_pieces(is_earlier: jax.Array, halves: list[jax.Array]) -> jax.Array:
-    """Return [B, T, ...] of the gradients of keys (or values) of `_two_pairs`."""
+    """Return the gradients [B, T, ...] of keys (or values), given those of both `_two_pairs`."""
     first, second = halves
     late = jnp.where(is_earlier, 0, second)
     return jnp.concatenate([first + jnp.where(is_earlier, second, 0), late], axis=1)
 
 
 def _at(source: jax.Array, of_all: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-    """Return the keys and values of one device."""
+    """Return the keys and values of device `source`, from those of all devices."""
     take = partial(jax.lax.dynamic_index_in_dim, index=source, keepdims=False)
     return tuple(map(take, of_all))

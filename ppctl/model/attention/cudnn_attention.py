@@ -1,8 +1,8 @@
-"""cuDNN's flash attention by JAX's foreign function interface: forward, and backward.
+"""cuDNN's flash attention, forward and backward, through JAX's foreign function interface.
 
-JAX's function for XLA's two calls queries the attached GPU while it traces. The calls made here
-lower without a GPU, and on an abstract mesh. Their descriptions are XLA's `CudnnfMHABackendConfig`
-(xla/service/gpu/backend_configs.proto).
+JAX's function for the same two XLA calls queries the attached GPU while it traces. The calls of
+this module lower without a GPU, and on an abstract mesh. XLA's `CudnnfMHABackendConfig` describes
+each call (xla/service/gpu/backend_configs.proto).
 
 Shape suffixes: B batch, T tokens, S tokens attended to, N query heads, G kv heads, H width of a
 head.
@@ -20,7 +20,7 @@ from ppctl.model.attention.attention_scores import PLAIN, Scoring
 
 CALLS = FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
 ELEMENT_TYPES = {"bfloat16": "BF16", "float16": "F16"}
-BTNH = (0, 2, 1, 3)  # major to minor axes of a [B, N, T, H] result: [B, T, N, H] in memory
+BTNH = (0, 2, 1, 3)  # memory order of the axes of a result [B, N, T, H]: stored as [B, T, N, H]
 
 
 def forward(
@@ -30,7 +30,7 @@ def forward(
     causal: bool = True,
     scoring: Scoring = PLAIN,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (attention [B, T, N, H], log sums float32 [B, N, T]); only scoring.scale applies."""
+    """Return (attention [B, T, N, H], log sums float32 [B, N, T]); of scoring, uses only scale."""
     B, T, N, H = q_BTNH.shape
     results = _Shape((B, N, T, H), q_BTNH.dtype), _Shape((B, N, T), jnp.float32), _WORKSPACE
     products = {"bmm1": _product(3, 3, (0, 2)), "bmm2": _product(3, 1, (0, 1), (0, 2))}
@@ -49,7 +49,7 @@ def backward(
     causal: bool = True,
     scoring: Scoring = PLAIN,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the gradients of q, k and v from those of the output."""
+    """Return the gradients of q, k and v from g, the gradient of the output."""
     of = lambda a: _Shape((a.shape[0], a.shape[2], a.shape[1], a.shape[3]), a.dtype)  # noqa: E731
     products = {
         "bmm1_grad_gemm1": _product(2, 1, (0, 1), (0, 2)),
@@ -66,7 +66,7 @@ def backward(
 
 
 def is_unmasked(params: Mapping[str, Any]) -> bool:
-    """Return whether an equation's parameters are of one of CALLS without a mask."""
+    """Return whether an equation is a call in CALLS without a mask, given its parameters."""
     config = str(params.get("legacy_backend_config"))
     return params.get("target_name") in CALLS and '"NO_MASK"' in config
 
@@ -74,7 +74,7 @@ def is_unmasked(params: Mapping[str, Any]) -> bool:
 def flops(call: str, shape: tuple[int, ...], num_keys: int) -> int:
     """Return the FLOPs of one of CALLS over all pairs of tokens; a backward counts twice a forward.
 
-    shape: of q, [B, T, N, H].
+    shape: shape of q, [B, T, N, H].
 
     >>> flops(FORWARD, (1, 8, 2, 4), 8)
     2048
@@ -95,6 +95,7 @@ def _call(
     products: dict[str, Any],
     *arrays: jax.Array,
 ) -> Any:
+    """Return the results of a call in CALLS. products: dimension numbers of each matrix product."""
     q_BTNH, k_BSGH = arrays[:2]
     (B, T, N, H), S = q_BTNH.shape, k_BSGH.shape[1]
     # 1. the scores, which stay on chip
@@ -150,7 +151,7 @@ def _call(
 def _product(
     left: int, right: int, left_batch: Sequence[int], right_batch: Sequence[int] | None = None
 ) -> dict:
-    """Return the axes of a matrix product: contracted, and shared."""
+    """Return the dimension numbers of a matrix product: contracted axes and batch axes."""
     texts = lambda dims: [str(i) for i in dims]  # noqa: E731
     return {
         "lhs_contracting_dimensions": texts([left]),

@@ -17,17 +17,18 @@ from ppctl.model.parallel import WHOLE, StageAxes, own_tokens
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions: pair i of H/2 turns by theta**(-2i/H) a token, scaled by `scaling`.
+    """Rotary positions: pair i of the H/2 pairs of a head turns by theta**(-2i/H) radians a token.
 
-    scaling: none | linear | llama3 | yarn.
-    linear: all pairs turn slower by factor (Chen et al. 2023).
-    llama3: pairs with a wavelength above original_len/low_freq_factor turn slower, those below
-    original_len/high_freq_factor do not; both are mixed between (Llama Team 2024; `apply_scaling`
-    of Meta's model.py).
-    yarn: pairs with fewer than beta_slow turns in original_len turn slower, those with more than
-    beta_fast do not; a ramp over i mixes both between. Queries and keys are multiplied by
-    attention_factor, None: 1 + log(factor)/10 (Peng et al. 2023).
-    fraction: of the dims of a head, the first; H stands for their number, and the others stay.
+    scaling selects the pairs that turn slower by `factor`: none | linear | llama3 | yarn.
+    linear: all pairs (Chen et al. 2023).
+    llama3: pairs with a wavelength above original_len/low_freq_factor. Pairs with a wavelength
+    below original_len/high_freq_factor are unchanged, and those between are mixed (Llama Team 2024;
+    `apply_scaling` of Meta's model.py).
+    yarn: pairs with fewer than beta_slow turns in original_len. Pairs with more than beta_fast
+    turns are unchanged, and a ramp over i mixes those between. Queries and keys are multiplied by
+    attention_factor; None: 1 + log(factor)/10 (Peng et al. 2023).
+    fraction: share of a head's dims that turn, 0..1. These are the first dims, and H is their
+    number; the other dims are unchanged.
     """
 
     theta: float = 10000.0
@@ -42,14 +43,14 @@ class Rope:
     fraction: float = 1.0
 
     def frequencies(self, head_dim: int) -> np.ndarray:
-        """Return the angle by which each pair turns from one token to the next, [H/2]."""
+        """Return the frequency of each pair in radians a token, [H/2]."""
         half = head_dim // 2
         plain = self.theta ** (-np.arange(half) / half)
         if self.scaling == "none":
             return plain
         if self.scaling == "linear":
             return plain / self.factor
-        turns = self.original_len * plain / (2 * math.pi)  # turns of a pair in original_len
+        turns = self.original_len * plain / (2 * math.pi)  # full turns of a pair in original_len
         if self.scaling == "llama3":
             low, high = self.low_freq_factor, self.high_freq_factor
             kept = np.clip((turns - low) / (high - low), 0, 1)
@@ -60,20 +61,20 @@ class Rope:
         return plain / self.factor * (1 - kept) + plain * kept
 
     def _pair_of(self, turns: float, head_dim: int) -> float:
-        """Return the fractional i of a pair that turns `turns` times in original_len tokens."""
+        """Return the fractional index i of the pair with `turns` turns in original_len tokens."""
         wavelength = self.original_len / (turns * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(self.theta))
 
     @property
     def magnitude(self) -> float:
-        """The factor of turned queries and keys."""
+        """Return the factor that multiplies queries and keys: 1 unless scaling=yarn."""
         if self.scaling != "yarn":
             return 1.0
         factor = self.attention_factor
         return 1 + 0.1 * math.log(self.factor) if factor is None else factor
 
 
-Rotate = Callable[..., jax.Array]  # x [B, T, N, H], rope, axes of the stage -> x turned
+Rotate = Callable[..., jax.Array]  # (x [B, T, N, H], rope, axes of the stage) -> x turned
 
 
 def rotate(x_BTNH: jax.Array, rope: Rope, axes: StageAxes = WHOLE) -> jax.Array:
@@ -84,16 +85,18 @@ def rotate(x_BTNH: jax.Array, rope: Rope, axes: StageAxes = WHOLE) -> jax.Array:
 
 
 def rotate_at(x_BTNH: jax.Array, rope: Rope, first: jax.Array, num_positions: int) -> jax.Array:
-    """Return `rotate` of tokens whose positions begin with `first`; first + T <= num_positions."""
-    tables = _tables(rope, num_positions, x_BTNH.shape[-1])  # of all positions: angles are exact
+    """Return x turned for the positions first, first + 1, ...; first + T <= num_positions."""
+    # slices of tables: `first` is traced, and angles computed from it would be rounded
+    tables = _tables(rope, num_positions, x_BTNH.shape[-1])
     take = partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=x_BTNH.shape[1])
     return _turned(x_BTNH, *(take(jnp.asarray(table, x_BTNH.dtype)) for table in tables))
 
 
 def _turned(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Return the turned halves of heads, without slices, of which accelerators make arrays.
+    """Return x with its pairs turned.
 
-    Only heads that turn in part are cut.
+    Heads are not sliced into halves, because accelerators would copy the slices to memory. They are
+    sliced only if some of their dims do not turn (fraction < 1).
     """
     turned = 2 * cos.shape[-1]
     if turned < x_BTNH.shape[-1]:
@@ -103,9 +106,9 @@ def _turned(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return (halves * cos + jax.lax.rev(halves, (halves.ndim - 2,)) * sin).reshape(x_BTNH.shape)
 
 
-@lru_cache(8)  # each layer reads them in several traces
+@lru_cache(8)  # tables are read in several traces of each layer
 def _tables(rope: Rope, num_tokens: int, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return cosines [T, 1, 1, H/2], signed sines [T, 1, 2, H/2]: NumPy's, so not recomputed."""
+    """Return (cosines [T, 1, 1, H/2], signed sines [T, 1, 2, H/2]) as constants, in NumPy."""
     frequencies = rope.frequencies(round(rope.fraction * head_dim))
     angles = np.arange(num_tokens)[:, None, None, None] * frequencies
     cos, sin = np.cos(angles) * rope.magnitude, np.sin(angles) * rope.magnitude

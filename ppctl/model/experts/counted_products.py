@@ -1,7 +1,7 @@
-"""Products of rows by expert as one equation each, for predictions. They are counted, never run.
+"""Grouped products of experts as one equation each, for predictions: they are counted, never run.
 
-Kernels compute blocks, or points of a grid, whose number depends on the tokens of each expert, and
-the number of rows in their shapes is the most that there can be.
+The equations of a real kernel do not show its FLOPs. Its number of blocks (or grid points) depends
+on the tokens of each expert, and its shapes have the maximum number of rows.
 """
 
 from functools import cache
@@ -20,7 +20,7 @@ CALL = "grouped_product"
 
 @cache
 def counting(num_rows: int) -> Kernel:
-    """Return the products of `num_rows` rows, those that a device is expected to compute."""
+    """Return a kernel whose products count as `num_rows` rows, the expected number on a device."""
 
     def call(shape: tuple[int, ...], dtype: Any, *operands: jax.Array) -> jax.Array:
         result = jax.ShapeDtypeStruct(shape, dtype)
@@ -41,12 +41,12 @@ def is_counted(eqn: core.JaxprEqn) -> bool:
 
 
 def num_rows_of(eqn: core.JaxprEqn) -> int:
-    """Return the rows that a product computes, of all experts of a device."""
+    """Return the number of rows that a product computes, over all experts of a device."""
     return int(dict(eqn.params["attributes"])["num_rows"])
 
 
 def shape_of(eqn: core.JaxprEqn) -> tuple[float, float, float, float]:
-    """Return (rows, columns, depth, number) of an expert's product, of equally loaded experts."""
+    """Return (rows, columns, depth, number of experts) of a product, for evenly loaded experts."""
     arrays: list[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars)]
     x, other, _, out = arrays
     num_experts = (out if out.ndim == 3 else other).shape[0]
@@ -57,7 +57,7 @@ def shape_of(eqn: core.JaxprEqn) -> tuple[float, float, float, float]:
 
 
 def flops_of(eqn: core.JaxprEqn) -> int:
-    """Return the FLOPs of a product, 2 a multiply-add."""
+    """Return the FLOPs of a product, 2 for each multiply-add."""
     arrays: list[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars)]
     matrices = next(a for a in arrays if a.ndim == 3)
     return 2 * num_rows_of(eqn) * prod(matrices.shape[1:])

@@ -1,14 +1,15 @@
-"""The ways of tokens to the experts on other devices, and of the results back.
+"""Two ways to send tokens to the devices of their experts, and the results back.
 
 way      | sends                                                    | rows that a device computes
 gather   | every token to every device, sums of results back        | those of its experts
 alltoall | a token to the devices of its experts, each result back  | the same, in slots by sender
 
-Spread (a row for each token and expert) and its transpose combine are gathers by a permutation and
-its inverse, each the other's gradient, so that no gradient adds to places in an unknown order.
+`spread` makes a row for each token and expert. Its transpose `combine` sums a token's rows. Both
+are gathers, by a permutation and by its inverse, and each is the other's gradient. So no gradient
+is a scatter-add, whose order of summation is undefined.
 
-Shape suffixes: M tokens of this device, N of all devices of the group, K experts of a token, L
-experts of this device, R rows that a device computes, D width.
+Shape suffixes: M tokens of this device, N tokens of all devices of the group, n devices of the
+group, K experts of a token, L experts of this device, R rows that a device computes, D width.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# rows [R, D], rows of each expert [L], weight of each row [R] -> [R, D]
+# (rows [R, D], number of rows of each expert [L], weight of each row [R]) -> [R, D]
 Compute = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
@@ -29,7 +30,7 @@ class Group:
 
     axes: tuple[str, ...]
     size: int
-    num_local: int  # experts of a device
+    num_local: int  # number of experts on a device
 
     @property
     def first_expert(self) -> jax.Array | int:
@@ -37,7 +38,10 @@ class Group:
 
 
 def num_rows(num_tokens: int, top_k: int, group: Group, capacity: float | None) -> int:
-    """Return the rows that a device computes at most; num_tokens: of each device of the group.
+    """Return the maximum number of rows that a device computes.
+
+    num_tokens: number of tokens of each device of the group. capacity: the bound on rows, as a
+    multiple of the even share num_tokens * top_k; None: no bound.
 
     >>> num_rows(8, 2, Group(("ep",), 4, 1), None), num_rows(8, 2, Group(("ep",), 4, 1), 1.5)
     (32, 24)
@@ -47,9 +51,9 @@ def num_rows(num_tokens: int, top_k: int, group: Group, capacity: float | None) 
 
 
 class Places(NamedTuple):
-    """Rows in the order of experts: the token of each row, the row of each token and choice.
+    """The order of rows by expert: the token of each row, and the row of each token's K choices.
 
-    A row that no token has may hold any token. A choice without a row has one at or after the end.
+    An unused row may name any token. The row index of a choice without a row is R or more.
     """
 
     token_R: jax.Array
@@ -58,7 +62,7 @@ class Places(NamedTuple):
 
 @jax.custom_vjp
 def spread(x_MD: jax.Array, places: Places) -> jax.Array:
-    """Return the row [R, D] of each token and choice."""
+    """Return the rows [R, D], each a copy of its token's activation."""
     return x_MD[places.token_R]
 
 
@@ -82,7 +86,7 @@ combine.defvjp(
 
 @jax.custom_vjp
 def permuted(a: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
-    """Return a[index], zeros where the index is after the end; inverse: the place of each entry."""
+    """Return a[index], zeros for indices past the end. inverse: the inverse of `index`."""
     return _rows_at(a, index)
 
 
@@ -93,14 +97,14 @@ permuted.defvjp(
 
 
 def _sorted(keys: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """Return (the order of keys, its first num_rows; the place of each key)."""
+    """Return (the first num_rows of the indices that sort keys, sorted position of each key)."""
     order = jnp.argsort(keys)
     places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
     return order[:num_rows], places
 
 
 def _clipped(sizes: jax.Array, most: int) -> jax.Array:
-    """Return sizes of consecutive groups without the rows after the first `most`.
+    """Return the sizes of consecutive groups, cut off after `most` rows in total.
 
     >>> _clipped(jnp.array([3, 2, 4]), 4).tolist()
     [3, 1, 0]
@@ -110,8 +114,10 @@ def _clipped(sizes: jax.Array, most: int) -> jax.Array:
 
 
 class Combined(NamedTuple):
-    y_MD: jax.Array
-    num_dropped: jax.Array  # rows beyond the bound of a device: its summand
+    """The output of the experts, and the number of dropped rows."""
+
+    y_MD: jax.Array  # each token's sum over its experts
+    num_dropped: jax.Array  # this device's number of rows dropped by the capacity
 
 
 def by_gather(
@@ -122,8 +128,8 @@ def by_gather(
     capacity: float | None,
     compute: Compute,
 ) -> Combined:
-    """Return each token's sum over its experts; every device computes all tokens of its experts."""
-    # 1. the tokens of the group, in the order of this device's experts; others' come last
+    """Return each token's sum over its experts; every device gathers all tokens of the group."""
+    # 1. gather the group's tokens, sorted by this device's experts; tokens of others come last
     (M, K), L = chosen_MK.shape, group.num_local
     x_ND, chosen_NK, weights_NK = x_MD, chosen_MK, weights_MK
     if group.axes:
@@ -134,7 +140,7 @@ def by_gather(
     R = num_rows(M, K, group, capacity)
     order_R, row_NK = _sorted(local, R)
     counts_L = jnp.bincount(local, length=L + 1)[:L]
-    # 2. their rows, computed and summed
+    # 2. compute the rows of this device's experts, and sum the rows of each token
     row_NK = jnp.where(local < L, row_NK, R)
     places = Places(order_R // K, row_NK.reshape(-1, K))
     weights_R = permuted(weights_NK.reshape(-1), order_R, row_NK)
@@ -153,8 +159,8 @@ def by_alltoall(
     capacity: float | None,
     compute: Compute,
 ) -> Combined:
-    """Return each token's sum over its experts; a device sends equally many rows to each other."""
-    # 1. this device's rows in the order of devices, num_slots for each
+    """Return each token's sum over its experts; a device sends num_slots rows to every device."""
+    # 1. sort this device's rows by receiver, num_slots for each
     (M, K), n, L = chosen_MK.shape, group.size, group.num_local
     num_slots = -(-num_rows(M, K, group, capacity) // n)
     chosen = chosen_MK.reshape(-1)
@@ -168,7 +174,7 @@ def by_alltoall(
     slot = jnp.where(place < num_slots, device * num_slots + place, n * num_slots)
     places = Places(source // K, slot.reshape(M, K))
 
-    # 2. sent, and in the order of the receiver's experts
+    # 2. send the rows, and sort the arrived rows by expert
     def exchange(a: jax.Array) -> jax.Array:
         parts = a.reshape(n, -1, *a.shape[1:])
         return jax.lax.all_to_all(parts, group.axes, 0, 0).reshape(a.shape)
@@ -181,7 +187,7 @@ def by_alltoall(
     of_slots = permuted(weights_MK.reshape(-1), source, slot)
     weights_R = permuted(exchange(of_slots), inside, outside)
     rows_RD = permuted(exchange(spread(x_MD, places)), inside, outside)
-    # 3. computed, sent back and summed
+    # 3. compute the arrived rows, send the results back, and sum the rows of each token
     y_RD = compute(rows_RD, arrived_nL.sum(0).astype(jnp.int32), weights_R)
     y_MD = combine(exchange(permuted(y_RD, outside, inside)), places)
     return Combined(y_MD, M * K - sent_nL.sum())

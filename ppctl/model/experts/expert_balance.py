@@ -1,4 +1,4 @@
-"""The balance of experts in a step, by the tokens that each counted: numbers of each layer."""
+"""Metrics of a step's balance of experts, for each layer, from the number of tokens by expert."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,12 +11,12 @@ LOAD, ENTROPY, LOST = "expert_load", "expert_entropy_nats", "expert_dropped_toke
 
 
 def balance(counts: Mapping[str, Any]) -> dict[str, list[float | None]]:
-    """Return by name a number of each layer, None for layers without experts.
+    """Return {metric: values by layer}; the value of a layer without experts is None.
 
-    counts: of a step, by the names of counted parameters, [L, E] and, with a capacity, [L, 1].
-    expert_load: tokens of the most loaded expert, over the mean; 1 is even. expert_entropy_nats:
-    -sum p ln p of the experts' shares p of tokens; ln E is even. expert_dropped_tokens: dropped by
-    the capacity, a token once for each of its experts that dropped it.
+    counts: a step's counts by the names of counted parameters, [L, E] and, with a capacity, [L, 1].
+    expert_load: tokens of the most loaded expert over the mean; 1 is even. expert_entropy_nats:
+    -sum p ln p of the experts' shares p of tokens; ln E is even. expert_dropped_tokens: tokens
+    dropped by the capacity; a token counts once for each expert that dropped it.
 
     >>> balance({"router/bias": [[3, 1], [0, 0]]})
     {'expert_load': [1.5, None], 'expert_entropy_nats': [0.5623, None]}

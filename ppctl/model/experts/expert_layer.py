@@ -1,7 +1,8 @@
-"""The experts of a layer in place of its MLP: parameters, and their function on a stage's axes.
+"""The experts of a layer in place of its MLP: their parameters, and their function on a stage.
 
-Experts are divided over ep, and over tp where it divides the rows of activations: each device along
-both has its own tokens. All else of the layer is whole on every device along ep.
+Experts are divided over ep and tp. If tp > 1, it must divide the rows of activations too, so that
+all devices along ep and tp have different tokens. The rest of the layer is whole on every device
+along ep.
 
 Shape suffixes: M rows of this device, R rows by expert, E experts, D d_model, F width of an expert.
 """
@@ -25,8 +26,8 @@ from ppctl.model.parallel import StageAxes
 
 Params = dict[str, Any]
 EXPERT_AXES = ("ep", "tp")
-PARTS = ("router", "experts", "shared", "shared_gate")  # of a layer that has experts
-COUNTED, DROPPED = ("router", "bias"), ("router", "dropped")  # parameters that count tokens
+PARTS = ("router", "experts", "shared", "shared_gate")  # parameters of a layer with experts
+COUNTED, DROPPED = ("router", "bias"), ("router", "dropped")  # parameters with counts as gradients
 
 
 def new_experts(sizes: ExpertSizes, d_model: int, draw: Any, *, is_gated: bool) -> Params:
@@ -50,7 +51,7 @@ def expert_group(sizes: ExpertSizes, axes: StageAxes) -> Group:
 
 
 def expert_specs(axes: StageAxes) -> P:
-    """Return the sharding of an expert's matrices: experts over ep and tp."""
+    """Return the PartitionSpec of the experts' matrices: experts over ep and tp."""
     names = tuple(name for name in EXPERT_AXES if getattr(axes, name) > 1)
     return P(names) if names else P()
 
@@ -68,7 +69,8 @@ def experts(
 ) -> jax.Array:
     """Return [M, D], each token's weighted sum of its experts' outputs.
 
-    activation: of the gate, or of `up` without one.
+    activation: function of the gate's output, or without a gate of `up`'s. num_sequences: number of
+    sequences in the rows of all devices along tp and cp. is_counted: whether to report counts.
     """
     group = expert_group(sizes, axes)
     times = product(_kernel(sizes, group, x_MD, device))
@@ -77,7 +79,7 @@ def experts(
         of = lambda name: checkpoint_name(times(rows_RD, w[name], sizes_L), "saved")  # noqa: E731
         w = params["experts"]
         hidden = activation(of("gate")) * of("up") if "gate" in w else activation(of("up"))
-        # weights here, not after `down`: its result is not needed for their gradient
+        # weights apply before `down`, so that their gradient does not need the result of `down`
         hidden = (hidden * weights_R[:, None]).astype(hidden.dtype)
         return times(hidden, w["down"], sizes_L)
 
@@ -87,12 +89,13 @@ def experts(
     dispatch = partial(dispatch, group=group, capacity=sizes.capacity, compute=compute)
     y_MD, num_dropped = dispatch(*routed)
     if sizes.capacity is not None and is_counted:
+        # the report must reach the output, or its counts are lost
         y_MD = y_MD + 0 * report(router["dropped"], num_dropped[None]).sum().astype(y_MD.dtype)
     return y_MD
 
 
 def _kernel(sizes: ExpertSizes, group: Group, x_MD: jax.Array, device: Any) -> Kernel:
-    """Return the kernel for a device's tokens, or for predictions."""
+    """Return the kernel for the device, or the counting kernel for predictions."""
     if sizes.counted is not None:
         most = num_rows(len(x_MD), sizes.top_k, group, sizes.capacity)
         return counting(min(most, ceil(sizes.counted * len(x_MD) * sizes.top_k)))
@@ -103,8 +106,8 @@ def _kernel(sizes: ExpertSizes, group: Group, x_MD: jax.Array, device: Any) -> K
 def counted_updates(sizes: ExpertSizes) -> dict[str, Any]:
     """Return `StackOptions.updates` of layers with experts.
 
-    After a step the choice bias moves towards experts with fewer tokens than the mean (DeepSeek-V3,
-    section 2.1.2). Others stay: they are there to count.
+    After a step the choice bias rises for experts with fewer tokens than the mean, and falls for
+    experts with more (DeepSeek-V3, section 2.1.2). The counter of dropped tokens stays unchanged.
     """
 
     def moved(bias_E: jax.Array, counts_E: jax.Array) -> jax.Array:
@@ -115,7 +118,7 @@ def counted_updates(sizes: ExpertSizes) -> dict[str, Any]:
 
 
 def used_layers(sizes: ExpertSizes | None) -> dict[str, int]:
-    """Return `StackOptions.used_layers`: of parts of a kind of layer, and of counters."""
+    """Return `StackOptions.used_layers`: number of layers by part; 0 for counters."""
     if sizes is None:
         return {}
     number = sum(sizes.has_experts)
@@ -125,7 +128,7 @@ def used_layers(sizes: ExpertSizes | None) -> dict[str, int]:
 
 
 def without_unused(layer: Params, has_experts: jax.Array) -> Params:
-    """Return a layer's parameters with zeros for those that its kind does not use."""
+    """Return a layer's parameters with zeros for unused parts: the MLP, or those of experts."""
     unused = {"mlp": has_experts} | dict.fromkeys(PARTS, ~has_experts)
 
     def kept(name: str, part: Any) -> Any:

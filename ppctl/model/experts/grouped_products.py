@@ -1,9 +1,10 @@
-"""Products of rows, sorted by expert, with their expert's matrix, by several kernels.
+"""Grouped products: rows, sorted by expert, times the matrix of their expert. Several kernels.
 
 kernel     | method                                       | where
 scan       | expert by expert, a block of rows at a time  | any backend
-triton     | kernels of Pallas                            | NVIDIA GPUs from 8.0, to 32 bits
-ragged_dot | JAX's; dense on CPUs and on NVIDIA GPUs      | any backend, native on TPUs
+triton     | kernels of Pallas                            | NVIDIA GPUs from 8.0, up to 32 bits
+ragged_dot | JAX's; CPUs and NVIDIA GPUs compute all rows | any backend, native on TPUs
+           | with all experts                             |
 
 Shape suffixes: R rows, E experts of this device, D and F widths.
 """
@@ -20,9 +21,9 @@ from ppctl.errors import ConfigError, setting
 from ppctl.model.attention.attention_kernels import compute_capability
 from ppctl.model.experts import triton_products
 
-LEAST_CAPABILITY = (8, 0)  # bfloat16 and asynchronous copies
+LEAST_CAPABILITY = (8, 0)  # first compute capability with bfloat16 and asynchronous copies
 
-# x [R, D], w [E, D, F], sizes int32 [E] -> [R, F]; rows after all groups give zeros
+# (x [R, D], w [E, D, F], sizes int32 [E]) -> [R, F]; rows after all groups give zeros
 Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 _DIMS = lax.RaggedDotDimensionNumbers
 _TRANSPOSED = _DIMS((((1,), (2,)), ((), ())), [0], [0])  # x w^T
@@ -31,9 +32,9 @@ _ONE_PLACE: Any = {"mode": "promise_in_bounds", "unique_indices": True, "indices
 
 
 class Kernel(NamedTuple):
-    """The two products of a kernel.
+    """The two products of a kernel; sizes: number of rows of each expert.
 
-    rows(x [R, D], w [E, D, F], sizes, transpose) -> [R, F]; transpose: x [R, F] -> [R, D].
+    rows(x [R, D], w [E, D, F], sizes, transpose) -> [R, F]; with transpose x [R, F] -> [R, D].
     weights(x [R, D], y [R, F], sizes) -> x^T y of each group [E, D, F], in at least float32.
     """
 
@@ -42,10 +43,14 @@ class Kernel(NamedTuple):
 
 
 def choose(wanted: str, device: Any, dtype: jnp.dtype) -> str:
-    """Return the kernel for `wanted` (auto, or a kernel) on an attached or described device.
+    """Return the name of a supported kernel: `wanted`, or the preferred one for wanted="auto".
 
-    device: with platform, and on GPUs compute_capability, as jax.Device; dtype: of compute.
-    ConfigError if device or dtype rule out a kernel requested by name.
+    Args:
+        device: An attached or described device: `platform`, and on GPUs `compute_capability`.
+        dtype: The dtype of compute.
+
+    Raises:
+        ConfigError: The device or dtype rules out the requested kernel.
     """
     fault = None if wanted in ("scan", "ragged_dot") else _triton_fault(device, jnp.dtype(dtype))
     if wanted == "auto":
@@ -54,13 +59,13 @@ def choose(wanted: str, device: Any, dtype: jnp.dtype) -> str:
     if fault is not None:
         raise ConfigError(
             f"{setting('model.moe.kernel', wanted)}: {fault}. Use "
-            f"{setting('model.moe.kernel', 'auto')}, which chooses one."
+            f"{setting('model.moe.kernel', 'auto')}, which chooses a supported kernel."
         )
     return wanted
 
 
 def _triton_fault(device: Any, dtype: jnp.dtype) -> str | None:
-    """Return the limit of the Triton kernels that a device or dtype exceeds, or None."""
+    """Return why the device or dtype rules out the Triton kernels; None if it does not."""
     capability, platform = compute_capability(device), device.platform
     if not any(capability):
         return f"Triton's kernels run on NVIDIA GPUs, and the platform is {platform}"
@@ -75,7 +80,7 @@ def _triton_fault(device: Any, dtype: jnp.dtype) -> str | None:
 
 @cache
 def product(kernel: Kernel) -> Product:
-    """Return the product by a kernel; its gradients are two more products."""
+    """Return the differentiable product of a kernel; its gradients are two more products."""
 
     @jax.custom_vjp
     def grouped(x_RD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
@@ -117,7 +122,7 @@ def _scan_rows(x: jax.Array, w: jax.Array, sizes: jax.Array, transpose: bool) ->
             start = jnp.minimum(first, num_rows - block)
             rows = lax.dynamic_slice_in_dim(x, start, block)
             found = lax.dot_general(rows, matrix, dims, preferred_element_type=wide)
-            # rows before the block are done; those after the expert's are zero until the next
+            # keep rows of earlier blocks; zero the rows of later experts, which write them later
             row = (start + jnp.arange(block))[:, None]
             found = jnp.where(row < end, found.astype(x.dtype), 0)
             found = jnp.where(row < first, lax.dynamic_slice_in_dim(out_RF, start, block), found)
@@ -147,7 +152,7 @@ def _scan_weights(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
 
         add = lambda i, total: total + of_block(i)  # noqa: E731
         found = lax.fori_loop(1, -(-size // block), add, of_block(0))
-        # an addition to zeros: `jaxpr_tools.add_outputs` begins with the sum of gradients instead
+        # an addition to zeros, which `jaxpr_tools.add_outputs` replaces with the sum of gradients
         return out_EDF.at[number].add(found, **_ONE_PLACE), None
 
     zeros = jnp.zeros((num_experts, x.shape[1], y.shape[1]), wide)
@@ -156,7 +161,7 @@ def _scan_weights(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
 
 
 def _block(x: jax.Array, sizes: jax.Array) -> int:
-    """Return the rows of a block: most experts with an even share have one block, up to 128."""
+    """Return the rows of a block: 1.25 times an expert's mean, in multiples of 32, at most 128."""
     return min(len(x), 128, -(-len(x) * 5 // (4 * 32 * len(sizes))) * 32)
 
 
@@ -167,7 +172,7 @@ def _triton(limits: triton_products.Limits) -> Kernel:
 
 
 def kernel_for(wanted: str, device: Any, dtype: jnp.dtype) -> Kernel:
-    """Return the kernel of `choose`, in sizes that suit the device."""
+    """Return the kernel that `choose` names, with the block sizes for the device."""
     name = choose(wanted, device, dtype)
     if name != "triton":
         return KERNELS[name]

@@ -1,12 +1,13 @@
-"""The router of a mixture of experts: the experts of each token, their weights, and its losses.
+"""The router of a mixture of experts: each token's experts, their weights, and the router's losses.
 
-One formula for Mixtral, Qwen2- and Qwen3-MoE, OLMoE, GLM-4.5, DeepSeek-V2 and -V3: scores of all
-experts (softmax or sigmoid of logits); a token's experts are those of the best scores, with a bias
-that only chooses, within the best groups; their weights are their scores, normalized or not.
+One formula serves Mixtral, Qwen2- and Qwen3-MoE, OLMoE, GLM-4.5, DeepSeek-V2 and -V3. Scores are
+the softmax or sigmoid of the logits of all experts. A token takes the experts with the highest
+score plus bias, within its best groups. Their weights are the scores without bias, normalized or
+not.
 
-The balance loss is that of each sequence (DeepSeek-V3, equations 17 to 20), which does not depend
-on how a batch is divided, unlike losses of a microbatch. Shape suffixes: M rows of this device, E
-experts, K experts of a token, G groups, B sequences.
+The balance loss is computed for each sequence (DeepSeek-V3, equations 17 to 20). So, unlike a loss
+over a microbatch, it does not depend on the division of the batch. Shape suffixes: M rows of this
+device, E experts, K experts of a token, G groups, B sequences.
 """
 
 from dataclasses import dataclass
@@ -24,12 +25,12 @@ EPSILON = 1e-20  # added to sums of sigmoid scores, as DeepSeek-V3 does
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """Sizes and variants of a mixture of experts: `config.groups.moe_settings.Experts`."""
+    """Sizes and variants of a mixture of experts; `moe_settings.Experts` explains the fields."""
 
     num_experts: int
     top_k: int
     width: int  # hidden width of an expert
-    has_experts: tuple[bool, ...]  # of each layer
+    has_experts: tuple[bool, ...]  # flag of each layer
     score: str = "softmax"
     normalize: bool = True
     scale: float = 1.0
@@ -45,16 +46,17 @@ class ExpertSizes:
     dispatch: str = "gather"
     capacity: float | None = None
     kernel: str = "auto"
-    # for predictions: products are equations that count the mean device's rows times this number
+    # set for predictions, whose products are counted: the fullest device's load relative to the
+    # mean; None: products are real
     counted: float | None = None
 
 
 class Routed(NamedTuple):
     """The experts of a device's tokens."""
 
-    x_MD: jax.Array  # with the router's losses attached
-    chosen_MK: jax.Array  # int32
-    weights_MK: jax.Array  # in at least float32
+    x_MD: jax.Array  # input with the router's losses attached
+    chosen_MK: jax.Array  # indices of each token's experts, int32
+    weights_MK: jax.Array  # weights of these experts, in at least float32
 
 
 def route(
@@ -66,10 +68,10 @@ def route(
     *,
     is_counted: bool,
 ) -> Routed:
-    """Return the experts of tokens, with losses attached and counts reported.
+    """Return the experts of tokens; attach the router's losses and report its counts.
 
-    params: kernel [D, E], bias [E]. num_sequences: to which all rows of the devices along tp and cp
-    belong. is_counted: whether the counts of tokens by expert are reported.
+    params: kernel [D, E], bias [E]. num_sequences: number of sequences in the rows of all devices
+    along tp and cp. is_counted: whether to report each expert's number of tokens.
     """
     # 1. scores
     wide = jnp.promote_types(x_MD.dtype, jnp.float32)
@@ -100,6 +102,7 @@ def route(
         loss = jnp.square(jax.nn.logsumexp(logits_ME, -1)).sum()
         x_MD = attach_loss(x_MD, sizes.z_loss * loss, name="z_loss")
     if is_counted:
+        # the report must reach the output, or its counts are lost
         reported_E = report(params["bias"], is_chosen_ME.sum(0))
         weights_MK = weights_MK + 0 * reported_E.sum().astype(wide)
     return Routed(x_MD, chosen_MK, weights_MK)
@@ -119,14 +122,14 @@ def _chosen(scores_ME: jax.Array, sizes: ExpertSizes) -> jax.Array:
 def balance_loss(
     is_chosen_ME: jax.Array, shares_ME: jax.Array, top_k: int, num_sequences: int, axes: StageAxes
 ) -> jax.Array:
-    """Return this device's part of the sum over sequences, each times its number of tokens.
+    """Return this device's summand of the balance loss: sum over sequences of tokens times loss.
 
-    A sequence of T tokens has the loss sum_e f_e P_e, with f_e = E / (K T) times its tokens that
-    chose e and P_e the mean of its tokens' shares: 1 for even loads.
+    A sequence of T tokens has the loss sum_e f_e P_e, which is 1 for even loads. f_e is E / (K T)
+    times the number of its tokens that chose e, and P_e the mean of its tokens' shares of e.
     """
     # 1. the sequence of each row
     num_rows, num_experts = shares_ME.shape
-    num_tokens = num_rows * axes.row_parts // num_sequences  # of a sequence, on devices along tp
+    num_tokens = num_rows * axes.row_parts // num_sequences  # tokens of a sequence along tp
     rows = own_part(jnp.arange(num_rows * axes.row_parts), axes) if axes.divides_rows else None
     rows = jnp.arange(num_rows) if rows is None else rows
     is_in_BM = (rows // num_tokens == jnp.arange(num_sequences)[:, None]).astype(shares_ME.dtype)

@@ -1,7 +1,7 @@
 """Grouped products on NVIDIA GPUs, as Triton kernels of Pallas, which lower without a GPU.
 
-A program of `rows` has a tile of rows of one expert and a block of columns; one of `weights` has a
-block of an expert's matrix and sums over the expert's rows. Sums are float32.
+A program of `rows` computes a tile of one expert's rows and a block of columns. A program of
+`weights` computes a block of an expert's matrix, summed over the expert's rows. Sums are float32.
 
 Shape suffixes: R rows, E experts of this device, D and F widths.
 """
@@ -14,23 +14,23 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-TALL, WIDE = 128, 256  # rows and columns of a tile, at most; of weights TALL and TALL
-ADDS = "grouped_weights"  # name of the kernel whose result is its last operand and a sum
-TOGETHER = 8  # tiles of rows that follow each other, to read the same columns from the cache
+TALL, WIDE = 128, 256  # maximum rows and columns of a tile; in `weights` both are at most TALL
+ADDS = "grouped_weights"  # name of the kernel that adds its sum to its last operand
+TOGETHER = 8  # tiles of rows run in succession that read the same columns of w from the cache
 
 
 class Limits(NamedTuple):
-    """Sizes of a program that suit a GPU; docs/benchmarks.md, "Experts on one H200".
+    """Sizes of a program for a kind of GPU. Measured: docs/benchmarks.md, "Experts on one H200".
 
-    described: the kind of a GPU that is not attached, for which a program is lowered; None: here.
+    described: kind of the target GPU if it is not attached; None: an attached GPU.
     """
 
-    shared_bytes: int = 98304  # of operands loaded ahead; 8.6, 8.9 and 12.0 have 101,376
-    num_warps: int = 8  # of a block of weights
+    shared_bytes: int = 98304  # bytes of operands loaded ahead; GPUs 8.6, 8.9, 12.0 hold 101,376
+    num_warps: int = 8  # warps of a program of `weights`
     described: str | None = None
 
     def target(self) -> AbstractContextManager[Any]:
-        """Name the GPU to Pallas, which otherwise asks for an attached one."""
+        """Return a context that makes Pallas compile for GPU `described`, else an attached one."""
         if self.described is None:
             return nullcontext()
         gpu = jax.sharding.AbstractDevice(self.described, None, "gpu")
@@ -38,7 +38,7 @@ class Limits(NamedTuple):
 
 
 def limits_of(capability: tuple[int, int], described: str | None = None) -> Limits:
-    """Return the sizes for a compute capability: those with 227 KiB of shared memory stand out."""
+    """Return the sizes for a compute capability: 9.x and 10.x have 227 KiB of shared memory."""
     sizes = (196608, 4) if capability[0] in (9, 10) else Limits()[:2]
     return Limits(*sizes, described)
 
@@ -46,8 +46,8 @@ def limits_of(capability: tuple[int, int], described: str | None = None) -> Limi
 def tiles(sizes_E: jax.Array, num_rows: int, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return (group, first row, end of the group's rows) of tiles that cover all rows.
 
-    Groups are experts, then the rows after all of them. There are as many tiles as any sizes need;
-    the end of an unused one is 0.
+    Groups are the experts, then the rows after all experts. The number of tiles suffices for any
+    sizes; an unused tile has end 0.
     """
     ends = jnp.append(jnp.cumsum(sizes_E), num_rows).astype(jnp.int32)
     sizes = jnp.diff(ends, prepend=0)
@@ -70,8 +70,8 @@ def rows(
     limits: Limits = Limits(),  # noqa: B008
     interpret: bool = False,
 ) -> jax.Array:
-    """Return the product of each row with its expert's matrix, or its transpose: `Kernel.rows`."""
-    # imported here: Pallas takes 0.3 s
+    """Return each row times its expert's matrix, or the matrix's transpose: `Kernel.rows`."""
+    # imported in the function, because importing Pallas takes 0.3 s
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
@@ -81,7 +81,7 @@ def rows(
     deep = _depth(D, limits.shared_bytes // stages, (TALL + WIDE) * x.dtype.itemsize)
     group, first, end = tiles(sizes, R, tall)
     num_tiles, num_columns = len(group), ceil(F / wide)
-    order = slice(None, None, -1 if transpose else 1)  # of the dims of w
+    order = slice(None, None, -1 if transpose else 1)  # order of the dims of w
 
     # 2. the program of a tile of rows and a block of columns
     def kernel(x_ref, w_ref, group_ref, first_ref, end_ref, out_ref) -> None:
@@ -141,8 +141,8 @@ def weights(
 ) -> jax.Array:
     """Return x^T y [E, D, F] of each expert's rows, in float32: `Kernel.weights`.
 
-    The kernel adds to an array that its result replaces, here zeros: `jaxpr_tools.add_outputs`
-    begins with the sum of gradients instead.
+    The kernel adds to its last operand in place. That operand is zeros, which
+    `jaxpr_tools.add_outputs` replaces with the sum of gradients.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
@@ -195,12 +195,12 @@ def _to(number: int) -> jax.Array:
 
 
 def _inside(block: jax.Array, width: int, size: int) -> jax.Array | None:
-    """Return which indices of a block are less than `size`; None: all of all blocks."""
+    """Return the mask of a block's indices below `size`; None if all blocks lie below it."""
     return None if size % width == 0 else block * width + _to(width) < size
 
 
 def _mask(is_down: jax.Array | None, is_right: jax.Array | None) -> jax.Array | None:
-    """Return which numbers of a block are inside, in a shape that extends to it; None: all."""
+    """Return the mask of a block's entries, in a broadcastable shape; None: all are inside."""
     down = None if is_down is None else is_down[:, None]
     right = None if is_right is None else is_right[None]
     return right if down is None else down if right is None else down & right
@@ -214,7 +214,7 @@ def _load(at: Any, is_down: jax.Array | None, is_right: jax.Array | None) -> jax
 
 
 def _tile(size: int, most: int = TALL) -> int:
-    """Return the power of 2 from `size`, at least 16 and at most `most`.
+    """Return the smallest power of 2 not below `size`, at least 16 and at most `most`.
 
     >>> _tile(5), _tile(40), _tile(1000)
     (16, 64, 128)
@@ -223,7 +223,7 @@ def _tile(size: int, most: int = TALL) -> int:
 
 
 def _depth(size: int, num_bytes: int, row_bytes: int) -> int:
-    """Return the summands of a step: a power of 2, whose operands fit num_bytes.
+    """Return the depth of a product step: a power of 2, at most 64, with operands in num_bytes.
 
     >>> _depth(5000, 24576, 2 * (128 + 256)), _depth(20, 24576, 2 * (128 + 256))
     (32, 32)

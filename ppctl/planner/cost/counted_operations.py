@@ -1,10 +1,10 @@
 """The operations of a traced program: FLOPs and memory traffic.
 
-Matrix products count their FLOPs, and their operands and results as traffic. Compilers fuse
-element-wise operations into their readers, so of others only writes to memory count, and reads of
-reductions. Results are written that a matrix product reads or the program returns, and those of
-scatters: each counts twice, for something of its size was read. Reductions of the same values at
-the same time read them once. Arrays in another shape or order are the same array.
+A matrix product counts its FLOPs, and its operands and results as traffic. Compilers fuse
+element-wise operations into their readers, so other operations count only their writes to memory,
+and reductions their reads. A result is written if a matrix product reads it, if the program returns
+it, or if a scatter makes it. It counts twice, because an input of its size was read. Reductions of
+the same values at the same time read them once. Reshapes and transposes are the same array.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ SHAPES = ("reshape", "squeeze", "expand_dims", "transpose")
 VIEWS = (*SHAPES, "name", "reduce_precision", "copy", "optimization_barrier")
 REDUCED = ("sum", "max", "min", "prod", "and", "or")
 REDUCTIONS = (*(f"reduce_{name}" for name in REDUCED), "argmax", "argmin")
-SCATTER = "scatter"  # prefix of operations that write whole arrays, then some places again
+SCATTER = "scatter"  # prefix of operations that copy a whole array, then overwrite some places
 COLLECTIVES: dict[str, Collective] = {
     **dict.fromkeys(("all_gather", "reduce_scatter"), "gather"),
     **dict.fromkeys(("psum", "psum2", "psum_invariant", "pmax"), "sum"),
@@ -46,9 +46,9 @@ EXPENSIVE = ("tanh", "exp", "log", "erf", "logistic", "sin", "cos", "pow", "log1
 
 
 def ops_of(function: Callable, *args: Tree, only_needed: bool = False) -> list[Op]:
-    """Return the operations of function(*args) in order, of fixed sizes; args may be shapes.
+    """Return the operations of function(*args) in order, of these sizes; args may be shapes.
 
-    only_needed: without those that its results do not need.
+    only_needed: leave out operations that no result depends on.
     """
     jaxpr = flatten(jax.make_jaxpr(function)(*args)).jaxpr
     needed, _ = demand(jaxpr, [True] * len(jaxpr.outvars))
@@ -57,16 +57,16 @@ def ops_of(function: Callable, *args: Tree, only_needed: bool = False) -> list[O
 
 
 def peak_bytes(function: Callable, *args: Tree) -> int:
-    """Return peak live bytes of products' results and written values, arguments excluded."""
+    """Return the peak bytes of live values in memory, without arguments and in-place sums."""
     jaxpr = flatten(jax.make_jaxpr(function)(*args)).jaxpr
     return Program(jaxpr.eqns, jaxpr.outvars).peak_bytes()
 
 
 def bytes_to_make(function: Callable, *args: Tree) -> int:
-    """Return the bytes of residuals from which the results of function(*args) can be recomputed.
+    """Return the bytes of residuals that suffice to recompute the results of function(*args).
 
-    Compilers make element-wise results again where they are read, but for expensive ones
-    (EXPENSIVE). Matrices of the first argument, the weights, do not count.
+    Compilers recompute element-wise results where they are read, except expensive ones
+    (EXPENSIVE). The first argument, the weights, does not count.
     """
     jaxpr = flatten(jax.make_jaxpr(function)(*args)).jaxpr
     program = Program(jaxpr.eqns, (), kept=EXPENSIVE)
@@ -78,12 +78,12 @@ def bytes_to_make(function: Callable, *args: Tree) -> int:
 
 
 class Program:
-    """A program, and which of its values are in memory."""
+    """The equations of a program, and which of its values are in memory."""
 
     def __init__(
         self, eqns: Sequence[core.JaxprEqn], results: Sequence[Any], kept: Sequence[str] = ()
     ):
-        self.eqns, self.kept = eqns, kept  # results of operations of these names are in memory too
+        self.eqns, self.kept = eqns, kept  # names of primitives whose results are in memory too
         self.maker = {id(v): eqn for eqn in self.eqns for v in eqn.outvars}
         self.returned = {id(self.root(v)) for v in results if not is_literal(v)}
         written, self.readers = list[Any](), dict[int, list[core.JaxprEqn]]()
@@ -95,7 +95,7 @@ class Program:
         self.written = self.returned | {id(self.root(v)) for v in written if not is_literal(v)}
 
     def root(self, v: Any) -> Any:
-        """Return the value of which v is a view."""
+        """Return the value that v is a view of; v itself if it is not a view."""
         eqn = None if is_literal(v) else self.maker.get(id(v))
         while eqn is not None and eqn.primitive.name in VIEWS:
             v = eqn.invars[eqn.outvars.index(v)]
@@ -110,7 +110,7 @@ class Program:
                 found += _sent(eqn)
             elif _is_product(eqn):
                 found.append(self.product(eqn))
-            elif is_scan(eqn):  # its iterations run one after the other
+            elif is_scan(eqn):  # iterations run one after the other
                 body = eqn.params["jaxpr"].jaxpr
                 inner = Program(body.eqns, body.outvars).ops()
                 found += [_times(eqn.params["length"], op) for op in inner]
@@ -123,20 +123,20 @@ class Program:
     def product(self, eqn: core.JaxprEqn) -> Op:
         traffic = sum(map(_traffic(eqn), (*eqn.invars, *eqn.outvars)))
         flops, shape, sum_bytes = equation_flops(eqn), _product_shape(eqn), self.added_bytes(eqn)
-        # speeds of kernels are stated for causal attention, where all pairs count and half run
+        # speeds of attention are of causal kernels, which run half of the FLOPs that they count
         flops *= 2.0 if cudnn_attention.is_unmasked(eqn.params) else 1.0
         return Op(flops, traffic, kernel=_kernel(eqn), shape=shape, sum_bytes=sum_bytes)
 
     def made_bytes(self, eqn: core.JaxprEqn) -> float:
-        """Return the traffic of the results of an equation that are written."""
+        """Return the bytes of traffic of an equation's written results."""
         if eqn.primitive.name in VIEWS or self.is_added_by_product(eqn):
             return 0.0
         return 2.0 * sum(_size(v) for v in eqn.outvars if id(v) in self.written)
 
     def read_bytes(self, eqn: core.JaxprEqn, passes: set[tuple]) -> float:
-        """Return the bytes a reduction reads; 0 if one of the earlier `passes` has read them."""
+        """Return the bytes that a reduction reads, 0 if `passes` has its read. Adds to `passes`."""
         operand: Any = eqn.invars[0]
-        least_axes = min(2, operand.aval.ndim)  # vectors, such as a norm's scale, are small
+        least_axes = min(2, operand.aval.ndim)  # vectors, such as a norm's scale, do not count
         large = {key: v for key, v in self.sources(operand).items() if v.aval.ndim >= least_axes}
         key = (self.depth(operand), *sorted(large))
         if key in passes:
@@ -168,14 +168,14 @@ class Program:
             if not is_scan(eqn):
                 return sum(size for first, end, size in lives if first <= t <= end)
             body = eqn.params["jaxpr"].jaxpr
-            is_loop = eqn.params["length"] > 1  # else its results are those of the body
+            is_loop = eqn.params["length"] > 1  # a single iteration's peak includes the results
             around = sum(size for first, end, size in lives if first < t + is_loop and t <= end)
             return around + Program(body.eqns, body.outvars).peak_bytes()
 
         return max(map(live, range(len(self.eqns))), default=0)
 
     def sources(self, v: Any) -> dict[int, Any]:
-        """Return the values in memory from which v is made, by id."""
+        """Return the values in memory that v is computed from, by id."""
         found, seen, open_ = dict[int, Any](), set[int](), [v]
         while open_:
             v = self.root(open_.pop())
@@ -189,13 +189,13 @@ class Program:
         return found
 
     def depth(self, v: Any) -> int:
-        """Return how many reductions follow one after the other on the way to v."""
+        """Return the length of the longest chain of reductions that leads to v."""
         makers = [self.maker.get(id(source)) for source in self.sources(v).values()]
         reductions = [eqn for eqn in makers if eqn is not None and eqn.primitive.name in REDUCTIONS]
         return max((1 + self.depth(eqn.invars[0]) for eqn in reductions), default=0)
 
     def added_bytes(self, product: core.JaxprEqn) -> float:
-        """Return the traffic of a sum (of gradients) if a product's result is only added to it."""
+        """Return the traffic of the sum that a product is added to; 0 if it has other readers."""
         v = product.outvars[0]
         while len(readers := self.readers.get(id(v), [])) == 1:
             (eqn,) = readers
@@ -207,14 +207,14 @@ class Program:
         return 0.0
 
     def is_added_by_product(self, eqn: core.JaxprEqn) -> bool:
-        """Return whether an equation returns a given value plus a product read nowhere else."""
+        """Return whether a result is an argument plus a product that is read nowhere else."""
         if eqn.primitive.name not in ADDITIONS or id(eqn.outvars[0]) not in self.returned:
             return False
         ways = eqn.invars, eqn.invars[::-1]
         return any(self.is_given(total) and self.is_product_alone(addend) for total, addend in ways)
 
     def is_sum(self, eqn: core.JaxprEqn, v: Any) -> bool:
-        """Return whether v is returned and is a given value plus something, in that one's place."""
+        """Return whether v is a result that adds to an argument, in the argument's memory."""
         if id(v) not in self.returned:
             return False
         if not is_scan(eqn):
@@ -223,10 +223,11 @@ class Program:
         return is_carry and self.is_given(eqn.invars[carry_place(eqn, v)])
 
     def is_given(self, v: Any) -> bool:
+        """Return whether v is an argument of the program."""
         return not is_literal(v) and id(self.root(v)) not in self.maker
 
     def is_product_alone(self, v: Any) -> bool:
-        """Return whether v is a product's result, at most cast or transposed, read nowhere else."""
+        """Return whether v is a product (perhaps cast or transposed) that is read nowhere else."""
         while not is_literal(v) and len(self.readers[id(v)]) == 1 and id(v) not in self.returned:
             eqn = self.maker.get(id(v))
             if eqn is None or eqn.primitive.name in PRODUCTS:
@@ -238,12 +239,13 @@ class Program:
 
 
 def _times(length: int, op: Op) -> Op:
+    """Return an operation for all iterations of a scan."""
     sizes = {name: length * getattr(op, name) for name in ("flops", "bytes", "sum_bytes")}
     return replace(op, **sizes, times=Extent(fixed=length * op.times.fixed))
 
 
 def _sent(eqn: core.JaxprEqn) -> list[Op]:
-    """Return a collective as one Op an array; its bytes are those of the undivided array."""
+    """Return an Op for each array of a collective, with the bytes of the undivided array."""
     names = eqn.params.get("axis_name", eqn.params.get("axes"))
     axes = tuple(map(str, names)) if isinstance(names, tuple) else (str(names),)
     kind, is_gather = COLLECTIVES[eqn.primitive.name], eqn.primitive.name == "all_gather"
@@ -252,19 +254,19 @@ def _sent(eqn: core.JaxprEqn) -> list[Op]:
 
 
 def _is_product(eqn: core.JaxprEqn) -> bool:
-    """Return whether an equation is a product or a kernel of attention: in memory, unfused."""
+    """Return whether an equation is a product or attention kernel: unfused, results in memory."""
     is_cudnn = eqn.params.get("target_name") in cudnn_attention.CALLS
     is_call = is_cudnn or counted_products.is_counted(eqn)
     return is_call or eqn.primitive.name in (*PRODUCTS, PALLAS)
 
 
 def _traffic(eqn: core.JaxprEqn) -> Callable[[Any], float]:
-    """Return the function from an array of a product to its bytes that are read or written."""
+    """Return a function from a product's operand or result to its bytes read or written."""
     if not counted_products.is_counted(eqn):
         return _size
     rows: Any = eqn.invars[0]
     share = counted_products.num_rows_of(eqn) / rows.aval.shape[0]
-    return lambda v: _size(v) * (1.0 if v.aval.ndim == 3 else share)  # matrices of experts, rows
+    return lambda v: _size(v) * (1.0 if v.aval.ndim == 3 else share)  # weights [e, d, f], or rows
 
 
 def _kernel(eqn: core.JaxprEqn) -> Kernel:
@@ -280,21 +282,21 @@ def _kernel(eqn: core.JaxprEqn) -> Kernel:
 
 
 def _product_shape(eqn: core.JaxprEqn) -> ProductShape | None:
-    """Return the fixed shape of a matrix product; a convolution: all positions x features."""
+    """Return the fixed shape of a matrix product; for a convolution: all positions x features."""
     if counted_products.is_counted(eqn):
         return ProductShape(*(Extent(fixed=size) for size in counted_products.shape_of(eqn)))
     if eqn.primitive.name not in PRODUCTS:
         return None
-    out = prod(eqn.outvars[0].aval.shape)  # pyright: ignore[reportAttributeAccessIssue] of an array
-    left, right = (v.aval.shape for v in eqn.invars[:2])  # pyright: ignore[reportAttributeAccessIssue] of arrays
+    out = prod(eqn.outvars[0].aval.shape)  # pyright: ignore[reportAttributeAccessIssue]
+    left, right = (v.aval.shape for v in eqn.invars[:2])  # pyright: ignore[reportAttributeAccessIssue]
     number = 1
     if eqn.primitive.name == "dot_general":
         (_, contracted), (batch, right_batch) = eqn.params["dimension_numbers"]
         number = prod(left[dim] for dim in batch)
         taken = {*contracted, *right_batch}
         columns = prod(size for dim, size in enumerate(right) if dim not in taken)
-    elif eqn.primitive.name == "ragged_dot_general":  # of equal groups
-        number, columns = num_groups_of(eqn), eqn.outvars[0].aval.shape[-1]  # pyright: ignore[reportAttributeAccessIssue] of an array
+    elif eqn.primitive.name == "ragged_dot_general":  # counted with equal groups
+        number, columns = num_groups_of(eqn), eqn.outvars[0].aval.shape[-1]  # pyright: ignore[reportAttributeAccessIssue]
     else:
         columns = right[eqn.params["dimension_numbers"].rhs_spec[0]]
     rows = out // max(1, columns * number)

@@ -1,4 +1,4 @@
-"""A train step as records: a model's work and sizes, their layout, the devices. Stdlib only."""
+"""A train step as records: the model's work and sizes, layout, devices. Standard library only."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -12,68 +12,69 @@ from ppctl.planner.cost.roofline import Link, ModelWork, Op, Speed
 from ppctl.schedule.mesh_axes import COPY_AXES, RANK_AXES, MeshSizes, axes_dividing
 from ppctl.schedule.remat import Remat
 
-# axes of gathers and sums over all devices; along pp and cp values hop, tp lies inside hosts
+# axes whose gathers and sums run round rings over hosts; not tp, which stays inside a host, nor pp
+# and cp, along which values hop
 RINGS = tuple(axis for axis in RANK_AXES if axis not in axes_dividing("weights", "tokens"))
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices that a plan is for: their speed, their links, and the cost of starting a task."""
+    """The target devices of a plan: their speed, their links, and the seconds to start a task."""
 
     speed: Speed
-    link: Link  # between devices of a host, or of a pod
-    network: Link | None  # between hosts; None: links reach every device
-    host_devices: int | None  # devices that links join; None: all
-    task_s: float  # to start a task, or a tick
-    cores: int | None = None  # shared by simulated devices, of which each alone keeps one busy
-    order: str = "auto"  # mesh.order: which axes go over hosts first
-    gathers_ahead: bool = False  # its programs compute while a gather travels
+    link: Link  # link between devices of a host or pod
+    network: Link | None  # link between hosts; None: `link` reaches every device
+    host_devices: int | None  # devices of a host or pod; None: all
+    task_s: float  # seconds to start a task or a tick
+    cores: int | None = None  # CPU cores shared by simulated devices, at most one core a device
+    order: str = "auto"  # mesh.order: axes to be placed over hosts first
+    gathers_ahead: bool = False  # whether gathers overlap compute
 
     def links(self, sizes: Mapping[str, int]) -> dict[str, Link]:
-        """Return the slowest link of each axis of a mesh, which goes over as few hosts as hold it.
+        """Return the slowest link of each axis, for a mesh placed on as few hosts as possible.
 
-        Between hosts, collectives of an axis use the adapters of all its devices in a host, as
-        NCCL's rings do; a hop uses the adapter of one device.
+        Between hosts, a collective of an axis uses the adapters of all its devices in a host, as
+        NCCL's rings do. A hop uses the adapter of one device.
         """
         over = self.over(sizes).items()
         in_host = {axis: sizes[axis] // n if axis in RINGS else 1 for axis, n in over}
         return {axis: self._between(n, in_host[axis]) for axis, n in over}
 
     def _between(self, num_hosts: int, in_host: int) -> Link:
-        """Return the link of an axis over so many hosts, with so many of its devices in each."""
+        """Return the link of an axis over num_hosts hosts, with in_host of its devices in each."""
         if num_hosts == 1 or self.network is None:
             return self.link
         fastest = max(self.link.bytes_per_s, self.network.bytes_per_s)
         return replace(self.network, bytes_per_s=min(fastest, in_host * self.network.bytes_per_s))
 
     def over(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Return over how many hosts each axis of a mesh goes."""
+        """Return the number of hosts that each axis of a mesh goes over."""
         num_devices = prod(sizes.values())
         if self.network is None or self.host_devices is None or num_devices <= self.host_devices:
             return dict.fromkeys(sizes, 1)
         num_hosts, left = divmod(num_devices, self.host_devices)
-        if left:  # hosts are not full: the worst case
+        if left:  # partly filled hosts: the worst case, a host for each device
             return dict(sizes)
         return over_hosts(sizes, self.order, num_hosts)
 
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """How a model lies on devices: the mesh and the layers of its largest rank."""
+    """The layout of a model on devices: the mesh, and the layers of the largest rank."""
 
     mesh: MeshSizes
-    rank_layers: int  # of the rank that holds most, with padding
-    chunk_layers: int  # of its largest chunk, with padding
-    vocab_parts: int = 0  # one on each rank, never gathered over pp; 0: the vocabulary is whole
+    rank_layers: int  # layers of the largest rank, with padding
+    chunk_layers: int  # layers of its largest chunk, with padding
+    vocab_parts: int = 0  # vocabulary parts, one a rank, not gathered over pp; 0: undivided
 
     @property
     def embed_head_axes(self) -> tuple[str, ...]:
-        """The axes over which the optimizer's embedding and head are divided."""
+        """Return the axes that divide the optimizer state of embedding and head."""
         return ("fsdp",) if self.vocab_parts else ("pp", "fsdp")
 
     @property
     def rank_devices(self) -> int:
-        """The devices of a rank, which do the same at the same time."""
+        """Return the number of devices of a rank. They run the same tasks at the same time."""
         return self.mesh.along(RANK_AXES)
 
 
@@ -86,35 +87,35 @@ class Ring(NamedTuple):
 
 @dataclass(frozen=True)
 class Microbatch:
-    """A microbatch of one device."""
+    """The microbatches of one device."""
 
-    examples: int
+    examples: int  # examples a microbatch
     number: int  # microbatches a step
-    example_bytes: int  # of the data: inputs and targets
+    example_bytes: int  # bytes of an example's inputs and targets
     remat: Remat
 
 
 @dataclass(frozen=True)
 class Step:
-    """A train step of a model: all that its cost follows from but the order of its tasks."""
+    """A train step of a model: everything that its cost depends on, except the order of tasks."""
 
-    work: ModelWork  # of one device
+    work: ModelWork  # work of one device
     params: ParamBytes
     layout: PlannedLayout
     microbatch: Microbatch
-    machine: Machine | None  # None: nothing is known of the devices, and seconds are not asked for
-    gather: str = "step"  # step | layer, as executor.gather
-    unroll: float = inf  # layers of a device that are unrolled in its program; more are scanned
-    adds: bool = False  # products of the devices can add their results to sums
-    casts: int = 1  # how often in a step parameters are cast to the dtype of compute
+    machine: Machine | None  # None: unknown devices; only bytes can be predicted
+    gather: str = "step"  # step | layer: executor.gather
+    unroll: float = inf  # most layers on a device that are unrolled; more are scanned
+    adds: bool = False  # whether the devices' matrix products can add their results to sums
+    casts: int = 1  # casts of the parameters to the compute dtype in a step
 
     def with_layers(self, rank_layers: int, chunk_layers: int) -> Self:
-        """Return the same where the largest rank, and its largest chunk, have these layers."""
+        """Return the step with these layers on the largest rank and in its largest chunk."""
         layout = replace(self.layout, rank_layers=rank_layers, chunk_layers=chunk_layers)
         return replace(self, layout=layout)
 
     def adds_in_place(self, num_layers: int) -> bool:
-        """Return whether products add gradients to their sums: not those of a scan over layers."""
+        """Return whether products add gradients to their sums. False in a scan over layers."""
         return self.adds and num_layers <= self.unroll
 
     @property
@@ -127,15 +128,15 @@ class Step:
         return self.known_machine.links(self.layout.mesh.by_axis)
 
     def ring(self, axes: Iterable[str]) -> Ring:
-        """Return the ring of all devices along some axes."""
+        """Return the ring of all devices along these axes."""
         inner, axes = self.known_machine.link, tuple(axes)
         between = (self._links[axis] for axis in axes if self._links[axis] != inner)
         return Ring(next(between, inner), self.layout.mesh.along(axes))
 
     def sent_s(self, op: Op) -> float:
-        """Return the seconds of a collective between devices that divide a stage, else 0.
+        """Return the seconds of a collective inside a stage; 0 for other operations.
 
-        In an exchange between hosts each device sends by its own adapter.
+        In an exchange between hosts each device sends through a separate adapter.
         """
         if not op.axes:
             return 0.0
@@ -148,7 +149,7 @@ class Step:
 
     @property
     def trained_bytes(self) -> float:
-        """The bytes of the parameters that a device keeps and trains."""
+        """Return the bytes of a device's shards of the trained parameters."""
         return self.kept(self.params.trained_layer, self.params.trained_embed_head)
 
     @property
@@ -162,18 +163,18 @@ class Step:
         yield self.ring(COPY_AXES), whole
 
     def kept(self, layer: int, embed_head: float) -> float:
-        """Return the bytes that a device keeps: so many of a layer, and of embedding and head."""
+        """Return the bytes of a device's shards of layers and embed_head, given unsharded bytes."""
         layout, mesh = self.layout, self.layout.mesh
         embed_head /= mesh.along(layout.embed_head_axes)
         return layout.rank_layers * layer / mesh.fsdp + embed_head
 
     @property
     def expert_bytes(self) -> float:
-        """The values of experts' rows in the backward of a layer, besides its residuals."""
+        """Return the bytes of experts' rows in the backward of a layer, besides its residuals."""
         peak = self.work.expert_bytes.get(self.microbatch.remat)
         return 0.0 if peak is None else max(0.0, peak.of(self.microbatch.examples))
 
     @property
     def head_bytes(self) -> float:
-        """The peak of the head on a microbatch."""
+        """Return the peak bytes of the head on a microbatch."""
         return max(0.0, self.work.head_bytes.of(self.microbatch.examples))

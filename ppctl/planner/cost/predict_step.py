@@ -1,7 +1,8 @@
 """The prediction for a job before anything is compiled: `plan`, `train`, `tune` and `rehearse`.
 
-The ideal bubble follows from the schedule and its executor: equal stages at `task_costs`, nothing
-else takes time. The predicted one is by the seconds of layers, embedding, head and transfers.
+The ideal bubble depends only on the schedule and its executor: stages are equal, tasks cost
+`task_costs`, and nothing else takes time. The predicted bubble uses the seconds of layers,
+embedding, head and transfers.
 """
 
 from collections.abc import Mapping
@@ -40,55 +41,55 @@ class PipelinePlan:
     """The predicted step of a pipeline, before anything is compiled. Made by `ppctl.plan`."""
 
     hardware: str | None  # name of the description used; None: the devices are unknown
-    dtype: str  # of compute
+    dtype: str  # compute dtype
     memory: tuple[Mapping[str, int], ...]  # bytes of one device of each rank, by part
     limit: DeviceLimit | None  # memory of a device; None: unknown
     ideal_bubble: float | None  # 0..1: equal stages, no transfers; None: no pipeline
-    unknown: str | None = None  # why the seconds, and the next fields, are unknown
+    unknown: str | None = None  # reason why the seconds and the next fields are unknown
     time: StepTime | None = None
-    bubble: float | None = None  # 0..1: by the seconds of the step
-    costs: Costs | None = field(default=None, repr=False)  # of the stages' tasks
+    bubble: float | None = None  # 0..1: idle share of the ranks at the predicted seconds
+    costs: Costs | None = field(default=None, repr=False)  # costs of the stages' tasks
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of a train step; None: unknown."""
+        """Return the seconds of a train step; None: unknown."""
         return None if self.time is None else self.time.total_s
 
     @property
     def overhead_s(self) -> float | None:
-        """A part of `step_s`: parameters gathered, gradients summed, optimizer."""
+        """Return the seconds of `step_s` for parameter gathers, gradient sums and the optimizer."""
         return None if self.time is None else self.time.overhead_s
 
     @property
     def total_bytes(self) -> tuple[int, ...]:
-        """Bytes of one device of each rank."""
+        """Return the bytes of one device of each rank."""
         return tuple(sum(of_rank.values()) for of_rank in self.memory)
 
     @property
     def limit_bytes(self) -> int | None:
-        """Memory of a device; None: unknown."""
+        """Return the usable bytes of a device; None: unknown."""
         return None if self.limit is None else self.limit.size_bytes
 
     @property
     def fits(self) -> bool | None:
-        """Whether every rank's bytes fit a device; None: its memory is unknown."""
+        """Return whether every rank's bytes fit a device; None: its memory is unknown."""
         return None if self.limit is None else max(self.total_bytes) <= self.limit.size_bytes
 
 
 def predict_job(job: TrainingJob) -> PipelinePlan:
-    """Return the prediction for a job. ConfigError where the request's hardware is wrong."""
+    """Return the prediction for a job. ConfigError if the requested hardware lacks a speed."""
     return predict_pipeline(job.pipe, job.counted_model, target_of(job))
 
 
 def predict_pipeline(pipe: Pipeline, counted: Model, target: Target) -> PipelinePlan:
-    """Return the prediction for a pipeline. counted: its model with the kernels of the target."""
+    """Return the prediction for a pipeline. counted: the pipeline's model with target's kernels."""
     step, hardware = pipeline_step(pipe, counted, target), target.known_hardware
     name = None if hardware is None else hardware.name
     known = name, target.dtype, memory_of(pipe, step), target.limit, pipe.bubble()
     unknown = target.unknown
     if unknown is None and pipe.layout.auto:
         along = " and ".join(pipe.layout.auto)
-        unknown = f"XLA divides this model over {along}, and no trace shows its sends"
+        unknown = f"XLA divides this model over {along}, and its sends cannot be predicted"
     if unknown is not None:
         return PipelinePlan(*known, unknown)
     times = op_times(step)
@@ -105,10 +106,10 @@ def predict_step(job: TrainingJob) -> StepPrediction:
 
 
 def _bubble(pipe: Pipeline, times: OpTimes, time: StepTime) -> float | None:
-    """Return the idle share of the ranks in the predicted step, as a timeline would measure it.
+    """Return the idle share of the ranks in the timeline of the predicted step, 0..1.
 
-    Devices that share cores, as simulated ones do, are busy for longer while others work: of these
-    it takes a timeline, None where that is too long.
+    Devices that share cores, as simulated ones do, take longer for a task while others work. Their
+    bubble needs the timeline itself. None: no pipeline, or a timeline above MOST_TASKS tasks.
     """
     if not pipe.execution.engine.is_pipelined:
         return None
@@ -128,11 +129,13 @@ def plan(
     layers, at the speeds of the hardware.
 
     Args:
-        hardware: Of the devices: a name of conf/hardware, such as h100 or v5e, or "auto": that of
-            the mesh's. Simulated devices may so stand for accelerators.
-        memory_gib: Of a device; None: the hardware's.
+        pipe: A result of `ppctl.pipeline`.
+        hardware: A name of conf/hardware, such as h100 or v5e; the mesh may have other devices,
+            such as simulated ones. "auto": the hardware of the mesh's devices.
+        memory_gib: Memory of a device in GiB; None: the hardware's.
 
-    ConfigError: the hardware is unknown, or states no speed for the dtype of compute.
+    Raises:
+        ConfigError: The hardware is unknown, or states no speed for the compute dtype.
     """
     device = pipe.mesh.devices.flat[0]
     request = hardware_named(hardware)
@@ -142,7 +145,7 @@ def plan(
 
 
 def hardware_named(name: str) -> Hardware | AutoHardware:
-    """Return the description of hardware, or "auto"; ConfigError for an unknown name."""
+    """Return the hardware with this name, or AutoHardware for "auto". ConfigError if unknown."""
     if name == "auto":
         return AutoHardware()
     if name not in known():
@@ -156,14 +159,14 @@ def hardware_named(name: str) -> Hardware | AutoHardware:
 
 
 def target_of(job: TrainingJob) -> Target:
-    """Return the devices that a job's plan is for."""
+    """Return the target devices of a job's plan."""
     config, mesh = job.config, job.pipe.mesh
     how = config.plan, config.mesh.order, config.executor.xla_flags, config.run.memory_fraction
     return Target(config.hardware, mesh.devices.flat[0], mesh.size, str(job.pipe.dtype), *how)
 
 
 def step_of(job: TrainingJob) -> Step:
-    """Return the step of a job on the devices of its plan."""
+    """Return the step of a job on the target devices of its plan."""
     return pipeline_step(job.pipe, job.counted_model, target_of(job))
 
 
@@ -174,7 +177,7 @@ def pipeline_step(pipe: Pipeline, counted: Model, target: Target) -> Step:
     example_bytes = tree_bytes(model.microbatch) // examples
     sizes = [len(layers) for layers in pipe.partition]
     largest = execution.engine.rank_layers(sizes, schedule.rank_of)
-    # the reference adds whole gradients of a microbatch, and each microbatch casts parameters
+    # executor=reference adds whole gradients after each microbatch, and casts parameters before it
     is_alone = not execution.engine.is_pipelined
     optimizer = pipe.optimizer
     flops = optimizer.layer_flops if isinstance(optimizer, LayerOptimizer) else 0
@@ -195,18 +198,20 @@ def pipeline_step(pipe: Pipeline, counted: Model, target: Target) -> Step:
 
 
 def memory_of(pipe: Pipeline, step: Step) -> tuple[Mapping[str, int], ...]:
-    """Return each rank's bytes of one device by part, temporaries counted; compiles nothing."""
+    """Return the bytes of one device of each rank, by part, with predicted temporaries."""
+    # 1. sizes of gathered layers
     params, layout = step.params, step.layout
     layer_bytes = round(params.layer * params.compute_ratio)
     whole_before_tasks = pipe.model.layer_specs is None
 
+    # 2. temporaries of a task, of a program, and of the step
     def task(kind: str, role: Any) -> int:
         layers = role.num_layers
         gathered = 0 if whole_before_tasks or kind == "W" else min(2, layers) * layer_bytes
         return gathered + task_bytes(step, kind, layers, has_head=role.is_last)
 
     def of_program(program: ProgramId | None) -> int:
-        """Return the temporaries of one of executor=mpmd's programs, or of a whole step (None)."""
+        """Return the temporary bytes of a program of executor=mpmd; None: those of a whole step."""
         if program is None:
             return (
                 workspace_bytes(step)
@@ -219,9 +224,9 @@ def memory_of(pipe: Pipeline, step: Step) -> tuple[Mapping[str, int], ...]:
             return round(step.head_bytes) if program.kind == "T" else 0
         if program.kind in TASKS:
             return task(program.kind, program.shape)
-        if program.kind == "prepare" and layout.mesh.fsdp > 1 and whole_before_tasks:  # gathered
+        if program.kind == "prepare" and layout.mesh.fsdp > 1 and whole_before_tasks:  # layers
             return sum(role.num_layers for role in program.shape.stages) * layer_bytes
-        if program.kind == "reduce":  # stacked, to be summed
+        if program.kind == "reduce":  # stacked gradients, before their sum
             return program.shape.num_layers * params.trained_layer
         return 0
 
@@ -229,7 +234,7 @@ def memory_of(pipe: Pipeline, step: Step) -> tuple[Mapping[str, int], ...]:
 
 
 def time_of(pipe: Pipeline, times: OpTimes, costs: Costs | None = None) -> StepTime:
-    """Return the seconds of a train step; costs: of the stages' tasks, None: by op times."""
+    """Return the seconds of a train step. costs: costs of the stages' tasks; None: `job_costs`."""
     if not pipe.execution.engine.is_pipelined:
         alone = build(BASELINE, 1, pipe.schedule.num_microbatches)
         whole = costs_of_stages(times, [pipe.stack.num_layers], keeps_input=False)
@@ -240,7 +245,7 @@ def time_of(pipe: Pipeline, times: OpTimes, costs: Costs | None = None) -> StepT
 
 
 def timeline_of(pipe: Pipeline, times: OpTimes, costs: Costs | None = None) -> Timeline:
-    """Return when each task runs, by the rules of `time_of`, without per-step overhead."""
+    """Return the timeline of a step's tasks, without per-step overhead. costs: see `time_of`."""
     costs = costs or job_costs(pipe, times)
     copies = pipe.mesh.size // pipe.mesh.shape["pp"]
     return pipe.scheduled.timeline(costs, times.capacity / copies)

@@ -1,4 +1,4 @@
-"""Seconds by counting: of work on a device of known speeds, and of collectives on known links.
+"""Predicted seconds of operations on a device with known speeds, and of collectives on known links.
 
 An operation takes as long as its arithmetic or its memory traffic, whichever is longer (Williams,
 Waterman, Patterson 2009, CACM 52). Collectives run round a ring (Thakur, Rabenseifner, Gropp 2005,
@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Literal
 
-TILE = (128, 256)  # of a product's result, made by a core, either way round: cuBLAS's best
-LEAST_DEPTH = 128  # summands of a core's share where several cores make one tile
+TILE = (128, 256)  # rows and columns, or the reverse, of the tile that a core makes, as in cuBLAS
+LEAST_DEPTH = 128  # least summands of a core's share if several cores make one tile
 
 Kernel = Literal["product", "experts", "attention_forward", "attention_backward"]
-# gather: or a sum that is scattered; exchange: each device sends another part to each other
+# gather: all-gather or reduce-scatter; sum: all-reduce; exchange: all-to-all; hop: to a neighbour
 Collective = Literal["gather", "sum", "exchange", "hop"]
 
 
@@ -33,7 +33,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class ProductShape:
-    """Matrix products that run as one: `number` of them, [rows, depth] x [depth, columns]."""
+    """Batched matrix products in one kernel: `number` times [rows, depth] x [depth, columns]."""
 
     rows: Extent
     columns: Extent
@@ -41,12 +41,12 @@ class ProductShape:
     number: Extent = Extent(fixed=1.0)
 
     def efficiency(self, examples: float, cores: int) -> float:
-        """Return the share of the cores' time spent on the result, 0..1.
+        """Return the share of the cores' time that computes results, 0..1; the rest is wasted.
 
-        Each core makes a tile of the result, all at the same pace: partial tiles, and cores idle in
-        the last wave, are wasted (NVIDIA, Matrix Multiplication Background User's Guide: tile and
-        wave quantization). If there are fewer tiles than cores, several make one tile, each from a
-        share of its depth (split-K).
+        Each core makes a tile of the result, and all tiles take the same time. So time is wasted in
+        partial tiles, and on cores that idle in the last wave (NVIDIA, Matrix Multiplication
+        Background User's Guide: tile and wave quantization). If there are fewer tiles than cores,
+        several cores make one tile, each from a share of its depth (split-K).
 
         >>> sizes = [Extent(fixed=n) for n in (4096, 2048, 2048)]  # 256 tiles, in two waves of 132
         >>> round(ProductShape(*sizes).efficiency(1, cores=132), 4)
@@ -66,21 +66,21 @@ class ProductShape:
 class Op:
     """An operation of a task on one example.
 
-    sum_bytes: of the sum that a product's result is added to, read and written, whatever the
-    examples; a separate pass where the device's products do not add.
-    axes: of the mesh, along which devices that divide a stage send. `bytes` is then the size of the
-    array that is gathered, summed, scattered or passed on, by a link.
+    sum_bytes: bytes read and written to add a product's result to a sum, for any number of
+    examples. The addition is a separate pass if the device's products do not add.
+    axes: mesh axes of a collective inside a stage. `bytes` is then the size of the array that is
+    gathered, summed, scattered or passed on.
     """
 
     flops: float
     bytes: float
-    fixed_bytes: float = 0.0  # of weights, whatever the examples
-    kernel: Kernel = "product"  # that computes the FLOPs, if any
-    shape: ProductShape | None = None  # of matrix products
+    fixed_bytes: float = 0.0  # bytes of weights, for any number of examples
+    kernel: Kernel = "product"  # kernel that computes the FLOPs, if any
+    shape: ProductShape | None = None  # shape of matrix products, else None
     sum_bytes: float = 0.0
     axes: tuple[str, ...] = ()
     collective: Collective = "gather"
-    times: Extent = Extent(fixed=1.0)  # number of sends, each of a part of the bytes
+    times: Extent = Extent(fixed=1.0)  # number of sends, each with an equal part of the bytes
 
     def sent_s(self, examples: float, link: Link, size: int) -> float:
         """Return the seconds of a collective over `size` devices."""
@@ -100,16 +100,18 @@ class Op:
 class Speed:
     """The speed of a device."""
 
-    flops_per_s: float  # of large matrix products
-    bytes_per_s: float  # of memory
-    attention_forward: float | None = None  # FLOP/s of kernels of attention; None: as products
+    flops_per_s: float  # FLOP/s of large matrix products
+    bytes_per_s: float  # bytes/s of memory traffic
+    attention_forward: float | None = None  # FLOP/s of attention kernels; None: as products
     attention_backward: float | None = None
-    experts: float | None = None  # of grouped products; None: as products
-    cores: int | None = None  # that share a product's tiles; None: small products are as fast
-    adds: bool = False  # products add their results to sums, as cuBLAS's do
+    experts: float | None = None  # FLOP/s of grouped products; None: as products
+    cores: int | None = None  # cores that share a product's tiles; None: size has no effect
+    adds: bool = False  # whether products add their results to sums, as cuBLAS's do
 
     def seconds(self, ops: Iterable[Op], examples: float) -> float:
-        """Return the seconds of operations on so many examples, one operation after the other.
+        """Return the seconds of operations on `examples` examples, one after the other.
+
+        Collectives inside a stage (`Op.axes`) are left out.
 
         >>> ops = Op(50.0, 1.0), Op(0.0, 1.0, fixed_bytes=2.0)
         >>> Speed(flops_per_s=100.0, bytes_per_s=10.0).seconds(ops, 4)
@@ -125,7 +127,7 @@ class Speed:
         return max(compute_s, traffic / self.bytes_per_s) + added / self.bytes_per_s
 
     def reached(self, op: Op, examples: float) -> float:
-        """Return the FLOP/s of an operation on so many examples, memory not limiting it."""
+        """Return the FLOP/s of an operation if memory traffic does not limit it."""
         if op.kernel == "attention_forward":
             return self.attention_forward or self.flops_per_s
         if op.kernel == "attention_backward":
@@ -138,7 +140,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Link:
-    """To the next device of a ring: seconds of an empty message, bytes a second one way."""
+    """A link to the next device of a ring: seconds of an empty message, bytes/s one way."""
 
     latency_s: float
     bytes_per_s: float
@@ -148,7 +150,7 @@ class Link:
         return self.latency_s + num_bytes / self.bytes_per_s
 
     def gather_s(self, num_bytes: float, size: int) -> float:
-        """Return the seconds to gather `num_bytes` from equal shares, or to sum and scatter them.
+        """Return the seconds of an all-gather to num_bytes bytes, or a reduce-scatter of them.
 
         >>> Link(0.0, 10.0).gather_s(40.0, 4)
         3.0
@@ -156,7 +158,7 @@ class Link:
         return (size - 1) * self.hop_s(num_bytes / size)
 
     def exchange_s(self, num_bytes: float, size: int) -> float:
-        """Return the seconds in which each of `size` devices, or hosts, sends a part to each other.
+        """Return the seconds of an all-to-all of `num_bytes` on each of `size` devices or hosts.
 
         All parts travel at the same time.
 
@@ -166,16 +168,16 @@ class Link:
         return self.hop_s(num_bytes * (size - 1) / size) if size > 1 else 0.0
 
     def sum_s(self, num_bytes: float, size: int) -> float:
-        """Return the seconds of an all-reduce: shares are summed, then gathered."""
+        """Return the seconds of an all-reduce: a reduce-scatter, then an all-gather."""
         return 2 * self.gather_s(num_bytes, size)
 
 
 @dataclass(frozen=True)
 class PieceWork:
-    """The operations of one example through a piece of the model.
+    """The operations of one example in a piece of the model: embedding, a layer or head.
 
-    redo: products that a backward from the piece's input recomputes: all but the last ones, whose
-    results only the next piece needs. None: the whole forward.
+    redo: matrix products and collectives of the forward that a backward recomputes from the piece's
+    input. Those that only the next piece needs are left out. None: the whole forward is recomputed.
     """
 
     forward: tuple[Op, ...]
@@ -185,21 +187,21 @@ class PieceWork:
 
     @property
     def once(self) -> tuple[Op, ...]:
-        """All operations where nothing is recomputed."""
+        """Return all operations, without recomputation."""
         return self.forward + self.input_grad + self.weight_grad
 
 
 @dataclass(frozen=True)
 class ModelWork:
-    """The operations of a model, and the sizes of its values; bytes are of one example."""
+    """The operations of a model and the bytes of its values, for one example unless noted."""
 
     embed: PieceWork
     layer: PieceWork
     head: PieceWork
-    x_bytes: int  # between layers
-    stash_bytes: dict[str, int]  # kept by a layer's forward, by remat; full: by a stage's
-    pending_bytes: dict[str, int]  # handed from a layer's I to W, by remat
-    residual_bytes: float = 0.0  # a layer's, read by its backward after recomputation
-    head_bytes: Extent = Extent()  # the head's peak
-    # by remat, of a layer with experts: the peak of its I, of all examples, besides its residuals
+    x_bytes: int  # bytes of the activation between layers
+    stash_bytes: dict[str, int]  # bytes that a layer's forward keeps, by remat; full: a stage's
+    pending_bytes: dict[str, int]  # bytes handed from a layer's I to W, by remat
+    residual_bytes: float = 0.0  # bytes of a layer that its backward reads after recomputation
+    head_bytes: Extent = Extent()  # peak bytes of the head, for all examples
+    # by remat, for a layer with experts: peak bytes of I besides the residuals, for all examples
     expert_bytes: dict[str, Extent] = field(default_factory=dict[str, Extent])

@@ -1,24 +1,24 @@
-"""Bytes of a step on a device: its programs' temporaries, and arrays of layouts that are not built.
+"""Predicted bytes of a step on a device: temporaries of programs, and arrays of unbuilt layouts.
 
-Arrays of a job are exact, from their shapes (`Engine.memory`). Standard library only.
+For a built job, `Engine.memory` gives the exact bytes of arrays. Standard library only.
 """
 
 from collections.abc import Mapping
 
 from ppctl.planner.cost.planned_step import Step
 
-SLOTS_OF_X = ("act", "grad", "value")  # slots for values between stages
+SLOTS_OF_X = ("act", "grad", "value")  # names of slots for values between stages
 
 
 def array_bytes(step: Step, slots: Mapping[str, float]) -> dict[str, int]:
-    """Return the bytes by part on one device, without temporaries; `slots` by name: their number.
+    """Return the bytes on one device by part, without temporaries. slots: number of slots by name.
 
     With executor=spmd all ranks are padded to the largest.
     """
     # 1. the state, and copies of parameters
     params, layout, work, microbatch = step.params, step.layout, step.work, step.microbatch
     layers, remat = layout.rank_layers, microbatch.remat
-    copied = layers  # of a rank; gather=layer: one and the next, besides the shards of all
+    copied = layers  # gathered layers of a rank; gather=layer: this, the next, and shards of all
     if layout.mesh.fsdp > 1 and step.gather == "layer":
         copied = min(2, layout.chunk_layers) + layers / layout.mesh.fsdp
     copies = copied * params.layer + params.embed_head
@@ -43,13 +43,13 @@ def array_bytes(step: Step, slots: Mapping[str, float]) -> dict[str, int]:
 
 
 def workspace_bytes(step: Step) -> int:
-    """Return an estimate of executor=spmd's temporaries, at a forward's end or a backward's start.
+    """Return an estimate of the bytes of executor=spmd's temporaries.
 
-    The larger counts. A forward holds its stash before that is in its slot, and the last one the
-    head's logits. A backward holds recomputed residuals (with remat=full the head's too), and the
-    gradients of a chunk before they are added, unless products add them (`Step.adds`). Of layers
-    with experts it also holds several values of all rows for which there is room, and a copy of the
-    stash that it reads from a slot.
+    It is the larger of the peaks at a forward's end and at a backward's start. A forward holds its
+    stash until it is written to its slot; the last stage's also holds the head's logits. A backward
+    holds recomputed residuals (with remat=full the head's too), and the gradients of a chunk until
+    they are added, unless products add them (`Step.adds`). With experts it also holds several
+    arrays of all rows that a device has room for, and a copy of the stash from its slot.
     """
     work, layers, remat = step.work, step.layout.chunk_layers, step.microbatch.remat
     examples, gradients = step.microbatch.examples, 0.0
@@ -65,11 +65,11 @@ def workspace_bytes(step: Step) -> int:
 
 
 def task_bytes(step: Step, kind: str, layers: int, *, has_head: bool) -> int:
-    """Return an estimate of the temporaries of one task's program (executor=mpmd); no results.
+    """Return an estimate of the bytes of one task's temporaries (executor=mpmd), without results.
 
-    kind: F, "forward" (which keeps nothing), B, I or W, of a stage with `layers` layers. has_head:
-    the stage has the head, which runs forward and backward in its forward, or (remat=full) in its
-    backward.
+    kind: F, "forward" (which keeps nothing), B, I or W. layers: number of the stage's layers.
+    has_head: whether the stage has the head, which runs forward and backward in the stage's
+    forward, or with remat=full in its backward.
     """
     # 1. logits and gradients
     remat = step.microbatch.remat
@@ -83,7 +83,7 @@ def task_bytes(step: Step, kind: str, layers: int, *, has_head: bool) -> int:
     # 2. residuals
     rest = _elementwise_bytes(step)
     if kind in ("F", "forward"):
-        return round(max(rest, logits))  # of one layer after the other, then of the head
+        return round(max(rest, logits))  # one layer at a time, then the head
     if kind == "I" and remat.recomputes:
         return round(logits)  # recomputed residuals are handed to W
     live = remat.live_residual_layers(layers) * step.work.residual_bytes * step.microbatch.examples
@@ -101,8 +101,9 @@ def _elementwise_bytes(step: Step) -> float:
 def reference_bytes(step: Step) -> int:
     """Return an estimate of executor=reference's bytes, without state and batch.
 
-    At the start of a backward: parameters in the dtype of compute, sums of gradients, the residuals
-    of all layers, and the head's logits. Later gradients replace parameters that are read no more.
+    The peak is at the start of a backward: parameters in the compute dtype, sums of gradients, the
+    residuals of all layers, and the head's logits. Later, gradients take the place of parameters
+    that are no longer read.
     """
     work, params, layers = step.work, step.params, step.layout.rank_layers
     whole = layers * params.layer + params.embed_head

@@ -1,6 +1,6 @@
-"""The seconds of a step by counting: of its pieces, its tasks, ticks or free-running ranks.
+"""Predicted seconds of a step: its pieces, its tasks, and its ticks or free-running ranks.
 
-A rehearsal measures tasks instead, and counts only exchanges. Standard library only.
+A rehearsal measures the tasks, and takes only `exchange_s` from this file. Standard library only.
 """
 
 from dataclasses import dataclass, replace
@@ -21,8 +21,8 @@ class StepTime:
 
     pipeline_s: float
     overhead_s: float
-    tasks_s: float  # of all devices, in seconds of one that works alone
-    width: float  # devices that can work at full speed at the same time
+    tasks_s: float  # device-seconds of all tasks, each at a device's full speed
+    width: float  # number of devices that can work at full speed at the same time
 
     @property
     def total_s(self) -> float:
@@ -30,18 +30,18 @@ class StepTime:
 
     @property
     def bubble_fraction(self) -> float:
-        """The share of the devices' joint capacity that no task uses while tasks run, 0..1."""
+        """Return the share of the devices' joint capacity that tasks leave unused, 0..1."""
         return max(0.0, 1 - self.tasks_s / (self.pipeline_s * self.width))
 
 
 def step_time(
     op_times: OpTimes, schedule: Schedule, counted: Counted | None, costs: Costs, copies: int
 ) -> StepTime:
-    """Return the time of a step. copies: the devices of a rank, which do the same at once.
+    """Return the time of a step. copies: number of a rank's devices, which run the same tasks.
 
-    counted: the rows of ticks, each of which lasts as long as its slowest rank, plus a hop; None:
-    ranks run freely. The bubble is the unused share of the ranks' joint `capacity`; if that is
-    enough for all, their idle share.
+    counted: the phases of ticks; a phase lasts as long as its slowest rank, plus a hop. None: ranks
+    run freely. The bubble is the unused share of the ranks' joint `capacity`. With full speed for
+    every rank this is their idle share.
     """
     tasks, chunks = [count for rank in schedule.counts for count in rank], schedule.num_chunks
     tasks_s = sum(number * costs.seconds(kind, s, chunks) for kind, s, number in tasks)
@@ -56,7 +56,7 @@ def step_time(
 
 
 def op_times(step: Step) -> OpTimes:
-    """Return the op times of a step."""
+    """Return the seconds of a step's pieces, transfers and overhead."""
     # 1. pieces
     machine, examples, layer = step.known_machine, step.microbatch.examples, step.work.layer
     speed = replace(machine.speed, adds=step.adds_in_place(step.layout.rank_layers))
@@ -64,11 +64,11 @@ def op_times(step: Step) -> OpTimes:
     def seconds(piece: PieceWork, again: tuple[Op, ...] = ()) -> PieceTimes:
         parts = piece.forward, (*again, *piece.input_grad), piece.weight_grad
         f, i, w = ((speed.seconds(ops, examples), sum(map(step.sent_s, ops))) for ops in parts)
-        # products wait for sends, but in W: gathers travel while its other products are computed
+        # products wait for collectives, except in W, whose gathers may overlap other products
         return PieceTimes(sum(f), sum(i), max(w) if machine.gathers_ahead else sum(w))
 
     remat, again = step.microbatch.remat, ()
-    if remat.recomputes:  # of a stage (remat=full) the input of each layer is recomputed too
+    if remat.recomputes:  # remat=full also recomputes each layer's input, so whole forwards
         again = layer.forward if layer.redo is None or remat.keeps_input_only else layer.redo
 
     # 2. transfers, gathers and per-step overhead
@@ -92,13 +92,13 @@ def op_times(step: Step) -> OpTimes:
 
 
 def overhead_s(step: Step) -> float:
-    """Return the per-step overhead: `exchange_s` and the optimizer."""
-    # 1. gradients are read twice, once for their norm
+    """Return the seconds of per-step overhead: `exchange_s` and the optimizer."""
+    # 1. read and write parameters and moments; read gradients twice, once for their norm
     update = step.trained_bytes * (2 * (1 + step.params.moments) + 2)
     seconds = exchange_s(step) + update / step.known_machine.speed.bytes_per_s
     if not step.params.update_flops:
         return seconds
-    # 2. products of whole matrices: a rank's gradients are gathered, its devices do the same
+    # 2. optimizers of whole matrices: a rank's devices gather all gradients, and each updates all
     num_layers = step.layout.rank_layers
     for axes in (("fsdp",), ("ep", "tp")):
         link, size = step.ring(axes)
@@ -107,13 +107,13 @@ def overhead_s(step: Step) -> float:
 
 
 def exchange_s(step: Step) -> float:
-    """Return the seconds in which parameters are cast and gathered, gradients summed over replicas.
+    """Return the seconds to cast and gather parameters, and to sum gradients over replicas.
 
-    Parameters travel in the dtype of compute, gradients in that of the parameters. Embedding and
+    Parameters travel in the compute dtype, gradients in the dtype of the parameters. Embedding and
     head are divided over pp and fsdp (a part of a divided vocabulary over fsdp), a rank's layers
-    over fsdp. Collectives of single arrays count as one, as compilers combine them.
+    over fsdp. The collectives of all arrays count as one, because compilers combine them.
     """
-    # 1. gathers of parameters, and sums of gradients that are scattered
+    # 1. all-gathers of parameters, reduce-scatters of gradients
     params, layout = step.params, step.layout
     layers, embed_head = layout.rank_layers * params.layer, params.embed_head
 

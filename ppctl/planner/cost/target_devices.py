@@ -1,4 +1,4 @@
-"""The devices that a plan is for: their speeds and links, and the memory that programs can use."""
+"""The target devices of a plan: their speeds and links, and the memory that programs can use."""
 
 import os
 from dataclasses import dataclass, field
@@ -25,11 +25,11 @@ GIB = 2**30
 
 
 class DeviceLimit(NamedTuple):
-    """The bytes that programs can use of a device, and where the number comes from."""
+    """The bytes of a device that programs can use, and the source of this number."""
 
     size_bytes: int
     source: str
-    fraction: float | None = None  # share of a GPU's memory; None: all of it, or as requested
+    fraction: float | None = None  # share of a GPU's memory, 0..1; None: other devices, a request
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Target:
     """The devices of a request: described by hardware= or plan.topology, else attached ones."""
 
     request: Hardware | AutoHardware
-    device: Any  # an attached one
+    device: Any  # attached device
     number: int
-    dtype: str  # of compute
-    plan: Plan = field(default_factory=Plan)  # topology, memory of a device, what is compiled
+    dtype: str  # compute dtype
+    plan: Plan = field(default_factory=Plan)  # topology, memory of a device, compilation
     order: str = "auto"  # mesh.order
     xla_flags: str = "auto"
-    memory_fraction: float | None = None  # of a GPU, as requested
+    memory_fraction: float | None = None  # share of a GPU's memory: run.memory_fraction
 
     @property
     def kind(self) -> str:
@@ -51,7 +51,7 @@ class Target:
 
     @cached_property
     def hardware(self) -> Hardware:
-        """The description of the devices. ConfigError where nothing is known of them."""
+        """Return the hardware description of the devices. ConfigError if they are unknown."""
         return resolved(self.request, self.kind, self.plan.topology)
 
     @property
@@ -63,23 +63,23 @@ class Target:
 
     @property
     def is_away(self) -> bool:
-        """Whether hardware= describes other devices than the attached ones."""
+        """Return whether hardware= describes devices that differ from the attached ones."""
         return described_only(self.request, self.kind) is not None
 
     @property
     def adds_products(self) -> bool:
-        """Whether matrix products add to sums of gradients themselves, as cuBLAS's do."""
+        """Return whether matrix products can add their results to gradient sums, as cuBLAS's do."""
         return self.known_hardware is not None and self.known_hardware.cuda is not None
 
     @property
     def peak_flops(self) -> float | None:
-        """The peak FLOP/s of all devices that MFU compares with; None if unknown."""
+        """Return the peak FLOP/s of all devices together, the denominator of MFU; None: unknown."""
         peak = mfu_peak_flops(self.known_hardware or self.request, "", self.dtype)
         return None if peak is None else peak * self.number
 
     @property
     def unknown(self) -> str | None:
-        """Why speeds are unknown; ConfigError where the requested hardware states too little."""
+        """Return why speeds are unknown; None: known. ConfigError if hardware= lacks a speed."""
         try:
             _ = self.machine
         except ConfigError as error:
@@ -90,13 +90,13 @@ class Target:
 
     @property
     def machine(self) -> Machine:
-        """The speeds and links of the devices. ConfigError where nothing is known of them."""
+        """Return the speeds and links of the devices. ConfigError if they are unknown."""
         hardware = self.hardware
         peak = hardware.peak_flops.get(self.dtype)
         if peak is None:
             name, dtypes = f"hardware={hardware.name}", "|".join(hardware.peak_flops)
             raise ConfigError(
-                f"{name} states no peak for {self.dtype}. Say it: {name} "
+                f"{name} states no peak for {self.dtype}. Add it by {name} "
                 f"+hardware.peak_flops.{self.dtype}=FLOP/S, or use run.dtype={dtypes}."
             )
         hosts, is_nominal = hardware.hosts, hardware.name == NOMINAL
@@ -108,13 +108,13 @@ class Target:
             hardware.task_s,
             cores=os.cpu_count() if is_nominal else None,
             order=self.order,
-            # compilers overlap gathers with other work; on GPUs a matter of flags
+            # compilers overlap gathers with other work; on GPUs unless executor.xla_flags=none
             gathers_ahead=not is_nominal and (hardware.cuda is None or self.xla_flags != "none"),
         )
 
     @property
     def limit(self) -> DeviceLimit | None:
-        """The memory of a device: as requested, of the chosen hardware, or as stated; else None."""
+        """Return the usable memory of a device, requested, described or reported; None: unknown."""
         # 1. as requested, or of described hardware
         if (gib := self.plan.memory_gib) is not None:
             return DeviceLimit(round(gib * GIB), f"plan.memory_gib={gib:g}")
@@ -125,7 +125,7 @@ class Target:
         if self.plan.topology is not None:
             there = of_topology(self.request, self.plan.topology)
             if there is None or (there.cuda is None and self.plan.compiles):
-                return None  # the compiler for TPUs says it itself
+                return None  # limit checked by the compiler for TPUs
             return self._limit_of(there, here=False)
         device, stated = self.device, None if self.is_away else stated_bytes(self.device)
         if stated is None:
@@ -140,18 +140,19 @@ class Target:
         return DeviceLimit(stated // self.number, f"this machine's memory{shared}")
 
     def _limit_of(self, hardware: Hardware, *, here: bool) -> DeviceLimit | None:
-        """Return the usable memory of described hardware: of a GPU, the share that JAX takes."""
+        """Return the usable memory of described hardware; for a GPU, the part that JAX reserves."""
         if hardware.memory_gib is None:
             return None
         name, gib = f"hardware={hardware.name}", hardware.memory_gib
         if hardware.cuda is None:
             return DeviceLimit(round(gib * GIB), name)
         share = memory_share(self.memory_fraction, here=here)
+        # memory_gib of a GPU is the part that JAX reserves by default
         size_bytes = round(gib * share.fraction / JAX_MEMORY_FRACTION * GIB)
         return self._limit_of_gpu(size_bytes, name, here=here)
 
     def _limit_of_gpu(self, size_bytes: int, name: str, *, here: bool) -> DeviceLimit:
-        """Return a limit that says which share of a GPU's memory it is."""
+        """Return the limit of size_bytes; its source names the share of the GPU's memory."""
         share = memory_share(self.memory_fraction, here=here)
         whole = size_text(round(size_bytes / share.fraction))
         source = f"{share.fraction * 100:g}% of the {whole} of {name}: {share.source}"
@@ -159,7 +160,7 @@ class Target:
 
 
 def speed_of(hardware: Hardware, peak_flops_per_s: float) -> Speed:
-    """Return the speed of a device, given its peak in the dtype of compute."""
+    """Return the speed of a device, given its peak in the compute dtype."""
     reached, kernels = hardware.reached, ("attention_forward", "attention_backward", "experts")
     return Speed(
         peak_flops_per_s * reached["flops"],

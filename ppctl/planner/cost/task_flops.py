@@ -1,4 +1,4 @@
-"""FLOPs and memory traffic of tasks of a layer, embedding and head, as traced and counted."""
+"""FLOPs and memory traffic of the tasks of a layer, embedding and head, counted from traces."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from ppctl.planner.cost.roofline import Extent, ModelWork, Op, PieceWork, Produc
 from ppctl.schedule.remat import Remat
 
 Tree = Any
-FEW = (2, 4, 8, 16)  # examples, and twice as many: growth in equal steps; one is traced otherwise
+FEW = (2, 4, 8, 16)  # examples of a trace, compared with a trace of twice as many; 1 is special
 
 
 @dataclass(frozen=True)
 class _Counted:
-    """A model, hashed by all that its work depends on."""
+    """A model, hashed by everything that its work depends on."""
 
     stack: ModelStack
-    shapes: tuple  # of parameters, and of an example; which parameters are trained
+    shapes: tuple  # shapes of parameters and of an example; flags of trained parameters
     dtype: str
     model: Model = field(compare=False)
 
 
 def work_of(model: Model) -> ModelWork:
-    """Return the work of `model`'s pieces for one example, whatever its microbatch and remat."""
+    """Return the work of a model's pieces for one example, for any microbatch size and remat."""
     params = {"embed_head": model.embed_head, "layers": model.layer}
     shapes = [(a.shape, str(a.dtype)) for a in jax.tree.leaves(params)]
     shapes += [(a.shape[1:], str(a.dtype)) for a in jax.tree.leaves(model.microbatch)]
@@ -43,7 +43,7 @@ def work_of(model: Model) -> ModelWork:
 
 
 def with_embed_head_of(work: ModelWork, model: Model) -> ModelWork:
-    """Return `work` with the embedding and the head of `model`, whose layers are the same."""
+    """Return `work` with the embedding and head of `model`, which has the same layers."""
     few, many = CountedModel(model, FEW[0]), CountedModel(model, 2 * FEW[0])
     return model.traced(lambda: replace(work, **_embed_head(model, few, many)))
 
@@ -62,7 +62,7 @@ def _work_of(of: _Counted) -> ModelWork:
 
 
 def _counted_work(model: Model) -> ModelWork:
-    # 1. a layer: each distinct function is traced once
+    # 1. layers: each distinct function is traced once
     few, many = CountedModel(model, FEW[0]), CountedModel(model, 2 * FEW[0])
     work_of_layer: dict[int, PieceWork] = {}
     layers, with_experts = list[PieceWork](), 0
@@ -77,7 +77,7 @@ def _counted_work(model: Model) -> ModelWork:
         layers.append(work_of_layer[function])
     has_experts = any(op.kernel == "experts" for op in layers[with_experts].forward)
 
-    # 2. its residuals, by remat
+    # 2. bytes of values, by remat
     stash, pending, experts = {}, {}, {}
     for remat in Remat:
         sizes = zip(few.kept_bytes(remat), many.kept_bytes(remat), strict=True)
@@ -102,18 +102,21 @@ def _piece(
     few: CountedModel,
     many: CountedModel,
 ) -> PieceWork:
-    """Return a piece's work for one example, from more examples where twice as many differ."""
+    """Return a piece's work for one example, from traces of n and 2n examples.
+
+    n is the first number in FEW whose two traces have equally many operations.
+    """
     low, high = tasks(few), tasks(many)
     for number in FEW:
         if number > FEW[0]:
             low, high = high, tasks(CountedModel(model, 2 * number))
         if all(len(a) == len(b) for a, b in zip(low, high, strict=True)):
             return PieceWork(*(_affine(a, b, number) for a, b in zip(low, high, strict=True)))
-    raise AssertionError(f"a piece runs otherwise at every number of examples up to {2 * FEW[-1]}")
+    raise AssertionError(f"a piece differs at every number of examples up to {2 * FEW[-1]}")
 
 
 def _mean(layers: list[PieceWork]) -> PieceWork:
-    """Return the work of a layer that takes the mean of these."""
+    """Return the mean work of these layers: all their operations, each divided by their number."""
     kinds, count = zip(*(vars(layer).values() for layer in layers), strict=True), len(layers)
     names = "flops", "bytes", "fixed_bytes", "sum_bytes"
 
@@ -125,19 +128,19 @@ def _mean(layers: list[PieceWork]) -> PieceWork:
 
 
 class CountedModel:
-    """A model with so many examples in a microbatch.
+    """A model with `examples` examples in a microbatch.
 
-    embed, layer and head return the operations of F, I and W of all examples, as the executors run
-    them: gradients are added to sums, and the backward of the embedding runs it again. layer adds
-    the products of F that are recomputed where only the layer's input is kept; I recomputes the
-    element-wise rest in any case.
+    embed, layer and head return the operations of F, I and W for all examples, as the executors run
+    them: gradients are added to sums, and the embedding's backward runs the embedding again. layer
+    also returns the matrix products and collectives of F that I recomputes if only the layer's
+    input is kept. I always recomputes the element-wise operations.
     """
 
     def __init__(self, model: Model, examples: int):
         resized = lambda a: jax.ShapeDtypeStruct((examples, *a.shape[1:]), a.dtype)  # noqa: E731
         shapes = jax.tree.map(resized, model.microbatch)
         self.model = replace(model, microbatch=shapes, remat=Remat.NONE)
-        self.weights = [self._computed(model.layer)]  # of a stage of one layer
+        self.weights = [self._computed(model.layer)]  # weights of a stage with one layer
         of_stage, trainable = (self.weights[0], self.model.x), model.stack.trains("layers")
         stage = partial(Stage, model.stack.without_keys().layer, trainable=trainable)
         self.stages = {remat: stage(remat, *of_stage) for remat in Remat}
@@ -148,14 +151,14 @@ class CountedModel:
 
     def kept_bytes(self, remat: Remat) -> tuple[int, int]:
         """Return the bytes of a layer's stash, and of the values that I hands to W."""
-        # the same values are handed on whatever is recomputed before
+        # with remat=layer and remat=full, I hands the same values to W
         handing_on = self.stages[Remat.LAYER if remat.recomputes else remat]
         stash = self.stages[remat].stash_shapes(self.weights)
         return tree_bytes(stash), tree_bytes(handing_on.pending_shapes(self.weights))
 
     def residual_bytes(self) -> int:
-        """Return the bytes of a (mean) layer's forward that its backward reads."""
-        layers = self.stages[Remat.LAYER].layers  # its programs are those of remat=full
+        """Return the mean bytes of a layer's residuals: the values that its backward reads."""
+        layers = self.stages[Remat.LAYER].layers  # the same programs as with remat=full
 
         @cache
         def bytes_of(layer: Any) -> int:
@@ -164,7 +167,7 @@ class CountedModel:
         return sum(map(bytes_of, layers)) // len(layers)
 
     def expert_bytes(self, remat: Remat, l: int) -> int:
-        """Return the peak of I of layer l, which has experts, besides the layer's residuals."""
+        """Return the peak bytes of I in layer l, which has experts, besides its residuals."""
         stage, w = self.stages[Remat.LAYER if remat.recomputes else remat], self.weights
         slots = None if self.model.stack.are_alike else LayerSlots(numbers=range(l, l + 1))
         counted = self.residual_bytes()
@@ -211,7 +214,7 @@ class CountedModel:
 
     @property
     def _head_grads(self) -> tuple[Any, ...]:
-        """(function to the gradients of the head's input and parameters, its arguments' shapes)."""
+        """Return a function that computes the head's gradients, and the shapes of its arguments."""
         model, held = self.model, self._held(1)
         run = lambda e, y, t, acc: model.add_head(e, y, t, acc)[:2]  # noqa: E731
         targets, acc = model.microbatch["targets"], model.trained_embed_head(held)
@@ -223,7 +226,7 @@ class CountedModel:
 
 
 def _affine(few: list[Op], many: list[Op], number: int) -> tuple[Op, ...]:
-    """Return the operations of one example, from those of so many and of twice as many."""
+    """Return the operations of one example, from those of `number` and 2 * `number` examples."""
 
     def grown(a: Op, b: Op) -> Op:
         flops, traffic = (b.flops - a.flops) / number, _extent(a.bytes, b.bytes, number)
@@ -235,7 +238,7 @@ def _affine(few: list[Op], many: list[Op], number: int) -> tuple[Op, ...]:
 
 
 def _extent(few: float, many: float, number: int = FEW[0]) -> Extent:
-    """Return what grows from `few`, of so many examples, to `many`, of twice as many."""
+    """Return the affine size that is `few` for `number` examples and `many` for twice as many."""
     return Extent((many - few) / number, 2 * few - many)
 
 

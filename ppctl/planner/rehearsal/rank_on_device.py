@@ -1,4 +1,4 @@
-"""One rank's tasks of a step on one device, with stand-ins for all that is received."""
+"""One rank's tasks of a step on one device, with stand-ins for received values."""
 
 import os
 import statistics
@@ -33,13 +33,13 @@ from ppctl.training.pipeline.job import TrainingJob
 from ppctl.training.pipeline.optimizers import apply_gradients, global_norm
 
 Tree = Any
-NUMBERS = ("m", "part")  # int32 arguments of programs
-# the parameters of primitives that hold jaxprs
+NUMBERS = ("m", "part")  # names of int32 arguments of programs
+# by primitive, the parameters that hold jaxprs
 BODIES = {"scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"), "cond": ("branches",)}
 
 
 class Replicas:
-    """Devices that all run a program at once, each on values of its own."""
+    """Devices that all run the same program at the same time, each on separate values."""
 
     def __init__(self, devices: Sequence[Any]):
         self.number, self.platform = len(devices), devices[0].platform
@@ -47,7 +47,7 @@ class Replicas:
         self.sharding = NamedSharding(self.mesh, P())
 
     def put(self, tree: Tree) -> Tree:
-        """Return the values on each device."""
+        """Return the values, copied to each device."""
         return jax.device_put(tree, self.sharding)
 
     def lowered(
@@ -58,13 +58,13 @@ class Replicas:
         return jax.jit(each, in_shardings=self.sharding, donate_argnums=donated).lower(*args)
 
     def timed(self, call: Callable[[], Tree]) -> Timing:
-        """Return the seconds of a call on all devices, and the CPU seconds of one of them."""
+        """Return the wall-clock seconds of a call on all devices, and CPU seconds per device."""
         _, (wall_s, cpu_s) = timed(call)
         return Timing(wall_s, cpu_s / self.number)
 
 
 class RankPart(NamedTuple):
-    """A rank's role, the entry that prepares it (only for its shapes), and its tasks in order."""
+    """A rank's role, its prepare entry (only for shapes), and its tasks in order."""
 
     role: RankRole
     prepare: PlanEntry
@@ -75,27 +75,27 @@ class RankPart(NamedTuple):
 class RankTimes:
     """The seconds of a rank's part of a step, and the temporary memory of its tasks.
 
-    Simulated devices share cores, and one of them runs one program at a time: a rank is timed on
-    one, and on several at once. Timings have the CPU seconds of one device.
+    Simulated devices share cores, and each runs one program at a time. So a rank is timed on one
+    device, and on several (`Replicas`) at the same time. CPU seconds are those of one device.
     """
 
-    alone: Timing  # all its tasks, one after the other, or the ticks that they stand in
-    at_once: Timing  # the same, on all replicas
-    replicas: int
-    update: Timing  # the norm of its gradients, the optimizer, on all replicas
-    task_s: dict[tuple[int, str], float]  # of (stage, kind), alone; their sum over the step is all
-    temp_bytes: int  # of the task that needs most
+    alone: Timing  # time of all tasks in order, or of all ticks, on one device
+    at_once: Timing  # time of the same program on all replicas at the same time
+    replicas: int  # number of replicas
+    update: Timing  # time of gradient norm and optimizer, on all replicas at the same time
+    task_s: dict[tuple[int, str], float]  # seconds by (stage, kind); a step's tasks sum to `alone`
+    temp_bytes: int  # temporary bytes of the largest task
 
     @property
     def capacity(self) -> float:
-        """How many ranks like it the cores serve at the speed of one alone."""
+        """Return the number of such ranks that the cores run at the same time at full speed."""
         return max(1.0, self.replicas * self.alone.wall_s / self.at_once.wall_s)
 
     def cpu_s(self, at_once: float) -> float:
-        """Return the CPU seconds of its tasks while so many ranks run at once, on average.
+        """Return the CPU seconds of the rank's tasks while on average `at_once` ranks run.
 
-        Threads of XLA that wait for work take CPU seconds as well, and all ranks at work share
-        them: a rank takes a + b / at_once.
+        Waiting threads of XLA take CPU seconds too, and the running ranks share these. So a rank
+        takes a + b / at_once, where both timings give a and b.
         """
         if self.replicas == 1:
             return self.alone.cpu_s
@@ -104,16 +104,16 @@ class RankTimes:
 
 
 class RankOnDevice:
-    """A rank's tasks, compiled for devices that all run them, and the values that they start from.
+    """A rank's tasks, compiled for replicas, and their initial values.
 
-    batch: a device's examples, by `examples_of_device`.
+    batch: a device's share of a batch, see `examples_of_device`.
     """
 
     def __init__(self, job: TrainingJob, part: RankPart, batch: Mapping[str, Any], on: Replicas):
-        # 1. the tasks, and the shapes of the values that they start from
+        # 1. tasks, and the shapes of their initial values
         pipe, (role, prepare, entries) = job.pipe, part
         stack = pipe.model.stack.without_keys()  # random numbers are not timed
-        self.model = replace(pipe.model, stack=stack, layer_specs=None)  # whole layers
+        self.model = replace(pipe.model, stack=stack, layer_specs=None)  # layers already gathered
         self.on, self.entries = on, entries
         self.library = ProgramLibrary(self.model, {})
         self.options = partial(_options, job, on)
@@ -130,12 +130,12 @@ class RankOnDevice:
         self.values = {key: self._filled(key, a) for key, a in shapes.items()} | examples
 
     def times(self, runs: int) -> tuple[Timing, dict[tuple[int, str], float]]:
-        """Return the time of all tasks and, in proportion, the seconds of each (stage, kind).
+        """Return the median time of all tasks over `runs` runs, and the seconds by (stage, kind).
 
-        Medians over so many runs, after one that warms up.
+        Tasks are timed singly in one more run, and scaled so that they sum to the median.
         """
         by_task: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
-        before_s = 0.0  # of the program that joins the values of all parts, before a task
+        before_s = 0.0  # seconds of joins of vocabulary parts' values, added to the next task
 
         def watched(entry: PlanEntry, call: Callable[..., Sequence], values: Sequence) -> Sequence:
             nonlocal before_s
@@ -156,7 +156,7 @@ class RankOnDevice:
 
     @property
     def temp_bytes(self) -> int:
-        """Temporary bytes of the task that needs most."""
+        """Return the temporary bytes of the largest task."""
         return max(map(temp_bytes, self.programs.values()))
 
     def _run(self, watched: Callable[..., Sequence] | None = None) -> None:
@@ -174,7 +174,7 @@ class RankOnDevice:
 
     @cached_property
     def _shapes_arriving(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes of received values: activations and gradients "x"; of vocabulary parts log sums"""
+        """Return the shapes of received values: activations or gradients ("x"), and log sums."""
         model, parts = self.model, self.model.parts
         if parts is None:
             return {"x": model.x}
@@ -185,7 +185,7 @@ class RankOnDevice:
     def _shapes(
         self, here: RankRole, prepare: PlanEntry, batch: Mapping[str, Any]
     ) -> dict[Key, Tree]:
-        """Return the shapes of the values that a rank's tasks start from."""
+        """Return the shapes of the initial values of a rank's tasks."""
         model, program = self.model, _id(prepare)
         embed_head = model.keep(model.embed_head, model.used_by(here.has_first, here.has_head))
         params = {"embed_head": embed_head, "layers": staged_layers(model, here)}
@@ -206,7 +206,7 @@ class RankOnDevice:
         return self.on.put((random_like if is_weight else zeros_like)(shape))
 
     def _compiled(self, given: dict[Key, Tree]) -> dict[ProgramId, jax.stages.Compiled]:
-        # 1. lowered in order: a task's results have the shapes that later ones read
+        # 1. lower in order: later tasks read the shapes of earlier results
         shapes, lowered = dict(given), dict[ProgramId, jax.stages.Lowered]()
         written, arriving = dict[ProgramId, Tree](), self._shapes_arriving
         for entry in self.entries:
@@ -222,7 +222,7 @@ class RankOnDevice:
                 )
             shapes.update(zip(entry.writes, written[program], strict=True))
 
-        # 2. compiled in threads
+        # 2. compile in threads
         def compiled(program: ProgramId) -> jax.stages.Compiled:
             return lowered[program].compile(self.options(self.library.preset(program)))
 
@@ -231,7 +231,7 @@ class RankOnDevice:
 
 
 def time_update(job: TrainingJob, part: RankPart, runs: int, on: Replicas) -> Timing:
-    """Return the median time of the update of a device's share of the state."""
+    """Return the median time of the optimizer's update of a device's share of the state."""
     optimizer, of_rank = job.pipe.optimizer, {"layer_in_slot": part.role.layer_in_slot}
 
     def update(state: Tree, grads: Tree) -> tuple[Tree, Tree]:
@@ -254,7 +254,7 @@ def time_in_ticks(
     job: TrainingJob, part: RankPart, batch: Mapping[str, Any], runs: int, on: Replicas
 ) -> Timing:
     """Return the median time of the rank's ticks."""
-    pipe, model = job.pipe, replace(job.pipe.model, layer_specs=None)  # whole layers
+    pipe, model = job.pipe, replace(job.pipe.model, layer_specs=None)  # layers already gathered
     assert pipe.ticks is not None, "executor=spmd runs in ticks"
     layers = staged_layers(model, part.role)
     params = random_like({"embed_head": model.embed_head, "layers": layers})
@@ -266,7 +266,7 @@ def time_in_ticks(
 
 
 def _options(job: TrainingJob, on: Replicas, preset: CompilerPreset) -> dict[str, Any]:
-    """Return the compiler's options of the step; preset: of a program that is dispatched alone."""
+    """Return the compiler options of a program. preset: used on CPUs if tasks are programs."""
     execution = job.pipe.execution
     has_presets = execution.engine.dispatches_tasks and on.platform == "cpu"
     return (cpu_options(preset) if has_presets else {}) | dict(execution.xla_flags)
@@ -279,25 +279,25 @@ def staged_layers(model: Model, here: RankRole) -> Tree:
 
 
 def _id(entry: PlanEntry) -> ProgramId:
-    assert entry.program is not None, "moves have none"
+    assert entry.program is not None, "a move has no program"
     return entry.program
 
 
 @jax.jit
 def _arrived(a: jax.Array) -> jax.Array:
-    """Return a copy, as a transfer writes one."""
+    """Return a copy of the array, as a transfer would write it."""
     return jnp.copy(a)
 
 
-# one device of a divided stage, with stand-ins for all that it receives inside it. They have the
-# size and dtype of the received values and are made of the device's own: a gather writes as much, a
-# sum that is scattered adds as much. Links take no time; callers count them.
+# One device of a divided stage, with stand-ins for the values that it receives from the others.
+# A stand-in is made from local values, with the size and dtype of the received value: a gather
+# writes as many bytes, a reduce-scatter adds as many. Sends take no time; callers predict it.
 
 
 def alone(function: Callable[..., Any], axes: StageAxes) -> Callable[..., Any]:
-    """Return a function like that of one device of a divided stage, without other devices.
+    """Return `function` of one device of a divided stage, with stand-ins for received values.
 
-    ConfigError, in tracing, for sends without a stand-in.
+    Tracing it raises ConfigError for a collective without a stand-in.
     """
     if axes.num_devices == 1 and not axes.vocab_parts:
         return function
@@ -323,7 +323,7 @@ def _run_alone(eqn: core.JaxprEqn, values: list[Any]) -> list[Any]:
         return bind_eqn(eqn, values, **bodies)
     if "axis_name" in eqn.params:
         raise ConfigError(
-            "`ppctl rehearse` runs one device, and nothing stands in for what others send by "
+            "`ppctl rehearse` runs one device, and has no stand-in for values received by "
             f"{name}. Use `ppctl plan`, or a model that sends by all_gather, psum_scatter, "
             "all_to_all, psum, pmax and ppermute."
         )
@@ -331,27 +331,27 @@ def _run_alone(eqn: core.JaxprEqn, values: list[Any]) -> list[Any]:
 
 
 def _without_sends(body: Any) -> Any:
-    """Return the jaxpr of a loop, or those of branches, with stand-ins."""
+    """Return the jaxpr of a loop, or a tuple of branches' jaxprs, with stand-ins."""
     if isinstance(body, tuple):
         return tuple(map(_without_sends, body))
     return retraced(body, _run_alone)
 
 
-# after a barrier that hides the sent values from compilers
+# stand-ins; the barriers hide local values from compilers, which would simplify their copies
 
 
 def _gathered(value: jax.Array, params: dict[str, Any]) -> jax.Array:
-    """Return the device's values, and in place of each other device's the same in another order."""
+    """Return the local values repeated for each device, every second copy reversed."""
     dim, value = params["all_gather_dimension"], jax.lax.optimization_barrier(value)
     if not params["tiled"]:
         value = jnp.expand_dims(value, dim)
-    turned = jax.lax.rev(value, (value.ndim - 1,))  # equal parts would be compiled to a view
+    turned = jax.lax.rev(value, (value.ndim - 1,))  # equal copies compile to a view, unwritten
     parts = [turned if i % 2 else value for i in range(params["axis_size"])]
     return jax.lax.optimization_barrier(jnp.concatenate(parts, dim))
 
 
 def _sum_scattered(value: jax.Array, params: dict[str, Any]) -> jax.Array:
-    """Return the sum of the parts that the devices would get."""
+    """Return the sum of the local value's parts, one for each device."""
     dim, value = params["scatter_dimension"], jax.lax.optimization_barrier(value)
     parts = jnp.split(value, params["axis_size"], dim)
     total = sum(parts[1:], parts[0])
@@ -359,7 +359,7 @@ def _sum_scattered(value: jax.Array, params: dict[str, Any]) -> jax.Array:
 
 
 def _exchanged(value: jax.Array, params: dict[str, Any]) -> jax.Array:
-    """Return the device's own parts in place of those that each other device sends."""
+    """Return the local parts in place of the parts that other devices send."""
     split, concat = params["split_axis"], params["concat_axis"]
     number = value.shape[split] // params["received"].shape[split]
     parts = jnp.split(jax.lax.optimization_barrier(value), number, split)
@@ -372,7 +372,7 @@ def _own(value: jax.Array, params: dict[str, Any]) -> jax.Array:
 
 
 def _first(value: None, params: dict[str, Any]) -> jax.Array:
-    """Return the number of the first device."""
+    """Return 0, the index of the first device along any axis."""
     del value, params
     return jax.lax.optimization_barrier(jax.lax.full((), 0, jnp.int32))
 

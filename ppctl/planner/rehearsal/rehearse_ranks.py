@@ -1,7 +1,7 @@
 """A large run's ranks, rehearsed on one device, and the whole step simulated from their times.
 
-Each rank that differs from those before it runs its tasks, or ticks, and its optimizer's update.
-Transfers, collectives and sends inside of stages are counted for the links of hardware=.
+Each distinct rank runs its tasks, or ticks, and its optimizer update. Transfers, collectives and
+sends inside stages are not run; their time is predicted for the links of hardware=.
 """
 
 import os
@@ -41,7 +41,7 @@ from ppctl.training.pipeline.jax_start import simulate
 from ppctl.training.pipeline.job import TrainingJob, assemble, unit_of_work
 from ppctl.training.pipeline.mfu import mfu, model_flops
 
-RUNS = 5  # of a step of each rank, after one that warms up; the median counts
+RUNS = 5  # timed steps of each rank after a warm-up step; the median is used
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class RehearsedRank:
     """A rank's part of a step as rehearsed: its seconds, and the memory of one of its devices."""
 
     rank: int
-    ran_as: int  # the rank whose run this is: ranks with equal stages run once
-    tasks_s: float  # all its tasks, one after the other
-    update_s: float  # the norm of its gradients, the optimizer
+    ran_as: int  # rank that was timed in its place; of ranks with equal stages, only one is run
+    tasks_s: float  # seconds of all its tasks in order
+    update_s: float  # seconds of the gradient norm and the optimizer
     stages: tuple[int, ...]
-    forward_s: tuple[float, ...]  # of a microbatch through each stage, sends in the stage included
-    backward_s: tuple[float, ...]  # B, or I and W
-    memory_bytes: Mapping[str, int]  # of one device, by part
+    forward_s: tuple[float, ...]  # seconds of F in each stage, sends inside the stage included
+    backward_s: tuple[float, ...]  # seconds of B, or of I and W
+    memory_bytes: Mapping[str, int]  # bytes of one device, by part
     total_bytes: int
 
 
@@ -65,24 +65,24 @@ class Rehearsal:
 
     request: RequestText
     schedule: str
-    device: str  # that the ranks ran on
-    hardware: str | None  # whose links are counted
+    device: str  # kind of the device that ran the ranks
+    hardware: str | None  # name of the description whose links are used
     step_time_s: float
-    per_step_overhead_s: float  # a part: parameters gathered, gradients summed, the optimizer
+    per_step_overhead_s: float  # part of the step: gathers, gradient sums, optimizer
     step_cpu_s: float | None  # CPU seconds of all devices; None for accelerators
-    sent_s: float  # counted: sends inside stages in a step, on the rank that sends longest
+    sent_s: float  # predicted seconds of sends inside stages in a step, on the slowest rank
     unit: str  # tokens_per_s | rows_per_s
-    tokens_per_s: float  # or examples, by `unit`
-    mfu_fraction: float | None  # 0..1: of the hardware's peak; None: unknown, as of CPUs
-    mfu_causal_fraction: float | None  # the same, attention to later tokens not counted
-    bubble_fraction: float  # 0..1: idle share of the ranks in the simulated step, no overhead
+    tokens_per_s: float  # tokens or examples a second, by `unit`
+    mfu_fraction: float | None  # 0..1, share of the hardware's peak; None: unknown, as for CPUs
+    mfu_causal_fraction: float | None  # MFU without the FLOPs of attention to later tokens
+    bubble_fraction: float  # 0..1: idle share of the ranks in the simulated tasks of a step
     limit_bytes: int | None  # memory of a device
     ranks: tuple[RehearsedRank, ...]
-    analytic_step_time_s: float  # of `ppctl plan` for the same request
+    analytic_step_time_s: float  # seconds that `ppctl plan` predicts for the same request
 
 
 def rehearse(config: Config) -> tuple[Rehearsal, Timeline]:
-    """Run the ranks of a request on the first device; return the simulated step and its timeline.
+    """Run a request's ranks on the first device; return the simulated step and its timeline.
 
     ConfigError, ScheduleError or DataError for a bad request, or a rank too large for the device.
     """
@@ -93,15 +93,15 @@ def rehearse(config: Config) -> tuple[Rehearsal, Timeline]:
         refused = "it times single tasks, but executor.fuse=fb runs two as one program. Use "
         refused += "executor.fuse=none"
     elif (how := config.run.distributed) != "off":
-        refused = f"run.distributed={how} joins processes, but one device runs. Leave it out"
+        refused = f"run.distributed={how} joins several processes. Leave it out"
     if refused is not None:
         raise ConfigError(f"`ppctl rehearse` runs each rank on one device: {refused}.")
     simulate(_replicas(config.mesh.num_devices))
     job = assemble(config, on_one_device=True, only_planned=True)
     if job.pipe.layout.auto:
         raise ConfigError(
-            f"`ppctl rehearse` runs one device's work, but mesh.tp={config.mesh.tp} is divided "
-            "by XLA (sharding of the model), which divides whole programs. Use mesh.tp=1, or "
+            f"`ppctl rehearse` runs one device's work, but mesh.tp={config.mesh.tp} has XLA "
+            "divide whole programs (sharding of the model). Use mesh.tp=1, or "
             "`ppctl plan`."
         )
     # unknown hardware is refused before anything is compiled
@@ -111,7 +111,7 @@ def rehearse(config: Config) -> tuple[Rehearsal, Timeline]:
 
 
 def rank_parts(job: TrainingJob) -> list[RankPart]:
-    """Return the part of each rank."""
+    """Return the role and the tasks of each rank."""
     pipe, model, has_own = job.pipe, job.pipe.model, job.pipe.model.own_embed_head is None
     stage_roles = roles(pipe.partition, are_alike=pipe.stack.are_alike, have_embed_head=has_own)
     kinds = rank_roles(model, pipe.layout, stage_roles)
@@ -123,7 +123,7 @@ def rank_parts(job: TrainingJob) -> list[RankPart]:
 
 
 def _run_ranks(job: TrainingJob) -> tuple[dict[int, RankTimes], list[int]]:
-    """Return the times of the ranks that were run, and for each rank the one that ran for it."""
+    """Run each distinct rank; return their times, and for each rank the index of the one run."""
     parts, batch, ran = rank_parts(job), examples_of_device(job), dict[int, RankTimes]()
     kinds = [part.role for part in parts]
     ran_as = [kinds.index(kind) for kind in kinds]
@@ -142,52 +142,56 @@ def _run_ranks(job: TrainingJob) -> tuple[dict[int, RankTimes], list[int]]:
 
 
 def _times(job: TrainingJob, part: RankPart, batch: Mapping[str, jax.Array]) -> RankTimes:
-    """Return the times of a rank, alone and on devices that share cores."""
-    # 1. its tasks
+    """Return the times of a rank, on one device and on all devices that share cores."""
+    # 1. single tasks
     devices = all_devices()[: _replicas(job.pipe.mesh.size) if _is_shared(job) else 1]
     sets = [Replicas(devices[:1]), *([Replicas(devices)] if len(devices) > 1 else [])]
     of_rank = job, part, batch
     one = RankOnDevice(*of_rank, sets[0])
     tasks, task_s = one.times(RUNS)
-    # 2. all of them, alone and at once
+    # 2. all tasks, on one device and on all at once
     if job.pipe.ticks is not None:
         whole = [time_in_ticks(*of_rank, RUNS, on) for on in sets]
     else:
         whole = [tasks, *(RankOnDevice(*of_rank, on).times(RUNS)[0] for on in sets[1:])]
     alone, at_once = whole[0], whole[-1]
     update = time_update(job, part, RUNS, sets[-1])
-    # 3. each task as a part of all
+    # 3. the seconds of single tasks, scaled so that they sum to `alone`
     task_s = {which: s * alone.wall_s / tasks.wall_s for which, s in task_s.items()}
     return RankTimes(alone, at_once, len(devices), update, task_s, one.temp_bytes)
 
 
 def _replicas(num_devices: int) -> int:
-    """Return how many simulated devices of a mesh run a rank at once: enough for all cores."""
+    """Return the number of simulated devices to run a rank at once: enough to load all cores."""
     return min(num_devices, 2 * (os.cpu_count() or 1))
 
 
 def _is_shared(job: TrainingJob) -> bool:
-    """Return whether the devices of the mesh share this machine's cores, as simulated ones do."""
+    """Return whether the devices of the mesh are simulated, and so share this machine's cores."""
     return job.pipe.mesh.devices.flat[0].platform == "cpu"
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """The whole pipeline, simulated from times of some ranks; ran_as: which one, for each rank."""
+    """The whole pipeline, simulated from the ranks that ran.
+
+    ran: times of the distinct ranks. ran_as: the index in `ran` that stands for each rank.
+    """
 
     job: TrainingJob
-    planned: Step  # of its machine only the links count
+    planned: Step  # step as `ppctl plan` predicts it, for links and the analytic step time
     ran: Mapping[int, RankTimes]
     ran_as: Sequence[int]
 
     @cached_property
     def costs(self) -> Costs:
-        """The costs of each stage's tasks; for a rank not run, those of its like that did."""
+        """Return the costs of each stage's tasks; a rank that was not run takes its equal's."""
         kinds = zip(*map(self._of_stage, range(self.job.pipe.schedule.num_stages)), strict=True)
         parts = {OF_PARTS[kind]: self._of_parts(kind) for kind in PART_KINDS}
         return Costs(*kinds, transfer_s=self._counted.hop_s, **parts)
 
     def _of_stage(self, s: int) -> tuple[float, float, float]:
+        """Return the seconds of a stage's F, I and W, gathers and sends included."""
         schedule, sent = self.job.pipe.schedule, self._sent
         like = self.ran_as[schedule.rank_of[s]]
         times, stage = self.ran[like].task_s, schedule.stages_of[like][schedule.chunk_of[s]]
@@ -200,7 +204,7 @@ class Simulated:
         return f + sent.seconds("F", s, 1), i + sent.seconds("I", s, 1), w
 
     def _of_parts(self, kind: Kind) -> tuple[float, ...]:
-        """Return the seconds of each part's tasks of a kind, sends included; () without parts."""
+        """Return each vocabulary part's seconds of a kind, sends included; () without parts."""
 
         def seconds(part: int) -> float:
             like = self.ran_as[part]
@@ -209,7 +213,7 @@ class Simulated:
         return tuple(map(seconds, range(len(self.job.pipe.schedule.ranks_of(kind)))))
 
     def _with_gathers(self, layers: int, f: float, i: float, w: float) -> tuple[float, float]:
-        """Return the seconds of F and of I (B without W) with executor.gather=layer's gathers."""
+        """Return the seconds of F and I, with the gathers of executor.gather=layer added."""
         if self._counted.gathers is None or not layers:
             return f, i
         is_split, remat = self.job.pipe.schedule.is_split, self.job.pipe.execution.remat
@@ -227,13 +231,13 @@ class Simulated:
 
     @property
     def _at_once(self) -> float:
-        """How many devices run tasks at once, on average, if each has cores of its own."""
+        """Return the mean number of devices that run tasks at once if they do not share cores."""
         free = timeline_of(self.job.pipe, replace(self._op_times, capacity=inf), self.costs)
         return self.job.pipe.mesh.size * (1 - free.bubble_fraction)
 
     @cached_property
     def found(self) -> Rehearsal:
-        """The rehearsal, as it is printed."""
+        """Return the record of the rehearsal, which `ppctl rehearse` prints."""
         # 1. the request and its prediction
         job, pipe, step, target = self.job, self.job.pipe, self.step, target_of(self.job)
         unit, count = unit_of_work(job)
@@ -282,18 +286,19 @@ class Simulated:
 
     @cached_property
     def _counted(self) -> OpTimes:
-        """The op times as `ppctl plan` counts them, for exchanges between ranks."""
+        """Return the op times that `ppctl plan` predicts."""
         return op_times(self.planned)
 
     @cached_property
     def _sent(self) -> Costs:
-        """Seconds sent inside each stage's tasks: counted costs on infinite speed."""
+        """Return the seconds of sends inside each task: predicted costs at infinite speed."""
         machine = replace(self.planned.known_machine, speed=Speed(inf, inf), task_s=0.0)
         sent = op_times(replace(self.planned, machine=machine))
         return job_costs(self.job.pipe, replace(sent, gathers=None))
 
     @property
     def _sent_s(self) -> float:
+        """Return the seconds of sends inside stages in a step, on the rank that sends longest."""
         schedule, seconds = self.job.pipe.schedule, self._sent.seconds
         of_stage = [sum(seconds(k, s, 1) for k in "FIW") for s in range(schedule.num_stages)]
         of_ranks = (sum(of_stage[s] for s in stages) for stages in schedule.stages_of)
@@ -301,7 +306,7 @@ class Simulated:
 
     @cached_property
     def _op_times(self) -> OpTimes:
-        """The overhead and the share of cores of a step; its tasks are `costs`."""
+        """Return the predicted op times with the measured overhead and capacity of a step."""
         times = self.ran.values()
         exchanged_s = exchange_s(self.planned)
         return replace(

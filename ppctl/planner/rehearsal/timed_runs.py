@@ -1,4 +1,4 @@
-"""Runs that are timed: their seconds, and the arrays that they run on."""
+"""Timed runs of functions and train steps, and arrays to run them on."""
 
 import statistics
 import time
@@ -12,19 +12,19 @@ import jax.numpy as jnp
 from ppctl.training.pipeline.job import TrainingJob
 
 Tree = Any
-STEPS = 5  # that are timed, after one that warms up
-SCALE = 0.02  # of random numbers
+STEPS = 5  # timed steps after a warm-up step
+SCALE = 0.02  # standard deviation of random numbers
 
 
 class Timing(NamedTuple):
-    """Seconds of a run: on the clock, and of all cores together (not of accelerators)."""
+    """Seconds of a run: wall-clock, and CPU seconds summed over the cores."""
 
     wall_s: float
     cpu_s: float
 
 
 def timed(call: Callable[[], Tree]) -> tuple[Tree, Timing]:
-    """Return the result of a call, and the seconds until all of it is computed."""
+    """Return the result of a call, and the time until all of it is computed."""
     cpu, wall = time.process_time(), time.perf_counter()
     result = jax.block_until_ready(call())
     return result, Timing(time.perf_counter() - wall, time.process_time() - cpu)
@@ -36,7 +36,7 @@ def median(measured: Sequence[Timing]) -> Timing:
 
 
 def run_steps(job: TrainingJob, count: int = STEPS) -> Timing:
-    """Return the medians of `count` train steps on a batch of the job's data; compiles."""
+    """Compile a job's train step and return the median times of `count` steps on one batch."""
     engine = job.pipe.engine
     engine.compile(evaluate=False)
     state, batch = engine.new_state(), engine.batches.put(next(job.data.batches()))
@@ -48,7 +48,7 @@ def run_steps(job: TrainingJob, count: int = STEPS) -> Timing:
 
 
 def out_of_memory(error: Exception) -> str | None:
-    """Return how a compiler or device reports too little memory; None for other errors."""
+    """Return the out-of-memory message of a compiler or device; None for other errors."""
     if "RESOURCE_EXHAUSTED" not in str(error):
         return None
     return " ".join(str(error).split("\n")[0].split()).removeprefix("RESOURCE_EXHAUSTED: ")
@@ -66,7 +66,7 @@ def examples_of_device(job: TrainingJob) -> dict[str, jax.Array]:
 
 
 def random_like(tree: Tree) -> Tree:
-    """Return arrays of the shapes, small random numbers made on the device (integers are zeros)."""
+    """Return arrays of these shapes, made on the device: small random numbers; integers are 0."""
     leaves, treedef = jax.tree.flatten(tree)
 
     def one(key: jax.Array, a: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The model as one device holds it, for each division of stages that `ppctl tune` considers."""
+"""The work and parameter bytes of one device, for each division of stages in `ppctl tune`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,16 +24,17 @@ from ppctl.schedule.remat import Remat
 from ppctl.training.pipeline.pipeline_request import divided_by_xla, divided_stack, shards_in_stages
 
 Tree = Any
-LEAST_WIDTH = 256  # columns of x over tp: smaller products are not worth the sends
-LEAST_TOKENS = 4096  # of a sequence on each device along cp, likewise
+LEAST_WIDTH = 256  # columns of x per device along tp; with fewer, sends outweigh the saved work
+LEAST_TOKENS = 4096  # tokens of a sequence per device along cp; likewise
 STAGE_RECORDS = tuple(axis for axis in MESH_AXES if axis.in_stage)
 
-# of sizes of `STAGE_AXES`, and parts of the vocabulary, one on each rank; 0: it is whole
+# (sizes of `STAGE_AXES`, number of vocabulary parts; 0: undivided) -> one device's work and bytes
 DeviceModels = Callable[[MeshSizes, int], tuple[ModelWork, ParamBytes]]
-Requested = Mapping[str, Sequence[int] | None]  # sizes of each of `STAGE_AXES`; None: to be chosen
+Requested = Mapping[str, Sequence[int] | None]  # sizes by name of `STAGE_AXES`; None: open
 
 
 def example(batch: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes of one example of a batch."""
     return {name: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype) for name, a in batch.items()}
 
 
@@ -45,11 +46,11 @@ def device_models(
     axes: StageAxes,
     update_flops: int,
 ) -> DeviceModels:
-    """Return the work and the sizes of one device by the division of stages, each made once.
+    """Return a memoized function from a division of stages to the work and bytes of one device.
 
-    state, batch: shapes, in natural order and of a global batch. axes: only their sizes vary.
-    update_flops: as in `ParamBytes`. The result raises ConfigError for a division that the model
-    does not allow.
+    state: shapes of the training state, layers in model order. batch: shapes of a global batch.
+    axes: the function replaces their sizes. update_flops: as in `ParamBytes`. The function raises
+    ConfigError for a division that the model does not allow.
     """
 
     @cache
@@ -66,7 +67,7 @@ def device_models(
         held = shapes_on_device(state["params"], shards)
         layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), held["layers"])
 
-        # 2. their work; layers do not depend on the vocabulary
+        # 2. their work; a divided vocabulary does not change the work of layers
         shapes, how = (held["embed_head"], layer, example(batch)), (1, Remat.NONE, 0, dtype, there)
         counted = Model(stack.in_shards(divided), *shapes, *how, parts=divided.parts)
         whole = with_embed_head_of(model(division, 0)[0], counted) if vocab_parts else None
@@ -88,23 +89,23 @@ def stage_divisions(
     num_devices: int,
     host_devices: int,
 ) -> list[MeshSizes]:
-    """Return the divisions of a stage to choose from: the requested sizes, or those that suit.
+    """Return the candidate divisions of a stage: the requested sizes, or those that suit the model.
 
-    x: of an example, between layers. ConfigError for a size that does not divide devices, a host or
-    the model.
+    x: shape of one example's activation between layers. ConfigError for a requested size that does
+    not divide the devices, a host or the model.
     """
     sizes = list[MeshSizes]()
     is_divided = stack.options.divided is not None and len(x.shape) > 2
     for division in _candidates(requested, x if is_divided else None, num_devices, host_devices):
-        # 1. no trace shows what XLA sends
+        # 1. refuse divisions by XLA: its sends are not in the trace
         if by_xla := divided_by_xla(stack, replace(axes, **_sizes(division))):
             name, size = by_xla[0], getattr(division, by_xla[0])
             raise ConfigError(
-                f"tune.{name}: {size} has XLA divide this model by its sharding, whose sends "
-                f"along {name} no trace shows and no search counts. Use tune.{name}=[1] or "
+                f"tune.{name}: {size} has XLA divide this model by its sharding, and its sends "
+                f"along {name} cannot be predicted. Use tune.{name}=[1] or "
                 "StackOptions.divided."
             )
-        # 2. sizes that the model does not allow
+        # 2. drop chosen sizes that the model does not allow; requested ones are an error
         try:
             with written_as(_as_choice):
                 models(division, 0)
@@ -118,7 +119,7 @@ def stage_divisions(
 
 
 def _as_choice(name: str, value: object, _argument: str | None) -> str:
-    """Return a setting as tune has it: its sizes inside a stage are lists."""
+    """Return the text of a setting; mesh.tp=2, and any axis inside a stage, becomes tune.tp=[2]."""
     group, _, axis = name.partition(".")
     if (group, axis in STAGE_AXES) != ("mesh", True):
         return as_setting(name, value)
@@ -128,7 +129,7 @@ def _as_choice(name: str, value: object, _argument: str | None) -> str:
 def _candidates(
     requested: Requested, x: jax.ShapeDtypeStruct | None, num_devices: int, host_devices: int
 ) -> Iterator[MeshSizes]:
-    """Yield the divisions of the request, or all that leave a device enough columns and tokens."""
+    """Yield the requested divisions. Default: those with enough columns and tokens per device."""
     # 1. check the requested sizes
     sizes, chosen = divisors(num_devices), dict[str, Sequence[int]]()
     for axis in STAGE_RECORDS:
@@ -148,7 +149,7 @@ def _candidates(
                 f"inside one. Use {host_devices} at most."
             )
 
-    # 2. sizes that leave a device enough
+    # 2. choose the other sizes: those that leave a device enough work
     enough = {"experts": num_devices}
     if x is not None:
         enough |= {"weights": x.shape[-1] // LEAST_WIDTH, "tokens": x.shape[1] // LEAST_TOKENS}
@@ -158,7 +159,7 @@ def _candidates(
         chosen.setdefault(axis.name, [size for size in sizes if size <= max(1, limit)])
     for combination in product(*(chosen[name] for name in STAGE_AXES)):
         division = MeshSizes(**dict(zip(STAGE_AXES, combination, strict=True)))
-        # by default experts are divided inside a host, over which other axes go first
+        # by default ep stays inside a host; among the axes in a stage, ep is the first over hosts
         is_far = division.num_devices > host_devices and division.ep > 1 and requested["ep"] is None
         if num_devices % division.num_devices == 0 and not is_far:
             yield division

@@ -1,4 +1,4 @@
-"""The job script of a layout: a template of recipes/cluster for its cluster, filled in."""
+"""The job script of a layout: a template of recipes/cluster, filled in."""
 
 import re
 import shlex
@@ -15,7 +15,7 @@ from ppctl.training.pipeline.known_hardware import described_device
 
 
 class JobTemplate(string.Template):
-    delimiter = "%%"  # $ is the shell's and Kubernetes'
+    delimiter = "%%"  # "$" would clash with variables of the shell and of Kubernetes
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Launcher:
     """The template of a job script, and the command that starts it."""
 
     template: str
-    platform: str  # of its devices: gpu | tpu
-    suffix: str  # of the script that is written; Hydra takes *.yaml in recipes/ for recipes
+    platform: str  # platform of the devices: gpu | tpu
+    suffix: str  # suffix of the script; not .yaml: Hydra takes *.yaml in recipes/ for recipes
     command: str
 
 
@@ -45,7 +45,7 @@ class Hosts:
 
 
 def hosts_for(kind: str, hardware: Hardware, num_devices: int) -> Hosts | None:
-    """Return a job's hosts; None for TPU slices. ConfigError: other devices, hosts not full."""
+    """Return a job's hosts; None: a TPU slice. ConfigError for wrong devices or unfilled hosts."""
     launcher, device, most = LAUNCHERS[kind], described_device(hardware), hardware.host_devices
     if device is None or device.platform != launcher.platform:
         of = {"gpu": "NVIDIA GPUs", "tpu": "TPUs"}[launcher.platform]
@@ -67,14 +67,14 @@ def hosts_for(kind: str, hardware: Hardware, num_devices: int) -> Hosts | None:
 def write_job_script(
     kind: str, layout: str, words: Sequence[str], hosts: Hosts | None, path: Path
 ) -> str:
-    """Write the script, return its start command.
+    """Write the script and return the command that starts it.
 
-    layout: in words. words: the request after `ppctl train`.
+    layout: text for the head of the script. words: command-line arguments of `ppctl train`.
     """
     # 1. the values of the template
     launcher, name = LAUNCHERS[kind], path.name.removesuffix(LAUNCHERS[kind].suffix)
     command, request = launcher.command.format(path=path, name=name), shlex.join(words)
-    if kind == "kubernetes":  # which reads $(NAME), and $$ as $; names are DNS's
+    if kind == "kubernetes":  # $(NAME) and $$ are special in manifests; names are DNS labels
         request = request.replace("$", "$$")
         name = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40]
     values = {"mark": MARK.removeprefix("# "), "command": command, "request": request}

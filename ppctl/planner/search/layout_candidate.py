@@ -1,7 +1,8 @@
-"""A layout on its way through the search: bounded by its work, placed, simulated.
+"""The forms of a layout in the search: `Layout` (bounded), `Placed`, `Candidate` (simulated).
 
-Each form's `seconds` and `least_bytes` are at most those of `ppctl plan`, and closer in the next
-one. Those of long schedules are extrapolated. Standard library only, for thousands of layouts.
+`seconds` and `least_bytes` of a form are lower bounds of the numbers of `ppctl plan`; each next
+form has closer ones. Long schedules are extrapolated. Standard library only, as the search makes
+thousands of layouts.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from ppctl.schedule.search.placement_costs import LayerBytes, LayerCosts
 from ppctl.schedule.tick_lowering import TickPacking, fastest, in_shape, packings
 from ppctl.schedule.vocabulary_parallel import with_parts, with_vocabulary
 
-# of a schedule: family, ranks, microbatches, chunks, parts of the vocabulary, whether in ticks
+# key of a schedule: (family, ranks, microbatches, chunks, vocabulary parts, whether in ticks)
 Key = tuple[str, int, int, int, int, bool]
-MOST_TASKS = 8_000  # of one simulation; longer schedules are extrapolated from two shorter ones
-FEW_RANKS = 16  # at most, to extrapolate by two rounds of microbatches; above by one
+MOST_TASKS = 8_000  # tasks of a simulation; longer schedules are extrapolated from two shorter ones
+FEW_RANKS = 16  # up to this number of ranks p these two differ by 2p microbatches, above by p
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its step time and memory as simulated."""
+    """A layout with its simulated step time and memory."""
 
     mesh: MeshSizes
     family: str
@@ -48,9 +49,9 @@ class Candidate:
     remat: Remat
     partition: tuple[int, ...]  # layers of each stage
     time: StepTime
-    least_bytes: int = field(compare=False)  # of the device that holds most
+    least_bytes: int = field(compare=False)  # lower bound of the fullest device's bytes
     layout: Layout = field(compare=False, repr=False)
-    vocab: str = "whole"  # embedding and head, as schedule.vocab
+    vocab: str = "whole"  # whole | parallel: schedule.vocab
 
     @property
     def seconds(self) -> float:
@@ -58,19 +59,19 @@ class Candidate:
 
     @property
     def is_even(self) -> bool:
-        """Whether the partition is the one that partition=uniform makes."""
+        """Return whether the partition equals that of partition=uniform."""
         sizes = self.partition
         return sizes == tuple(sorted(sizes, reverse=True)) and sizes[0] - sizes[-1] <= 1
 
     def is_like(self, other: Candidate) -> bool:
-        """Return whether the faster `other`, alike in mesh, microbatches, remat, is as small."""
+        """Return whether `other` has the same mesh, microbatches and remat, and no more bytes."""
         mine, others = ((c.mesh, c.num_microbatches, c.remat) for c in (self, other))
         return mine == others and self.least_bytes >= other.least_bytes
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout before it is placed."""
+    """A layout before its layers are divided into stages."""
 
     bounds: Bounds
     family: str
@@ -82,7 +83,7 @@ class Layout:
 
     @property
     def least_bytes(self) -> int:
-        """The bytes with the closed form of the family; one microbatch where it has none."""
+        """Return a lower bound of bytes: the family's closed-form peak, or else one microbatch."""
         pp, number = self.bounds.mesh.pp, self.bounds.step.microbatch.number
         peak, knobs = None, knobs_of(self.family, self.num_chunks)
         if self.bounds.space.engine.in_ticks:
@@ -92,16 +93,16 @@ class Layout:
 
     @property
     def _least_share(self) -> float:
-        """The share of a stash held until W: of a split backward the values handed on by I."""
+        """Return the share, 0..1, of a stash's bytes held until W (or until B, if unsplit: 1)."""
         remat, work = self.bounds.step.microbatch.remat, self.bounds.step.work
         if not FAMILIES[self.family].is_split or not work.stash_bytes[remat]:
             return 1.0
         return min(1.0, work.pending_bytes[remat] / work.stash_bytes[remat])
 
     def placed(self, sizes: tuple[int, ...] | None = None) -> Placed | None:
-        """Return the layout on its ranks; None where it is impossible.
+        """Return the layout with its stages on ranks; None if it is impossible.
 
-        sizes: the layers of each stage; None: those that balance it.
+        sizes: the layers of each stage; None: a balanced partition.
         """
         bounds, step = self.bounds, self.bounds.step
         pp, number, in_ticks = bounds.mesh.pp, step.microbatch.number, bounds.space.engine.in_ticks
@@ -126,16 +127,16 @@ class Layout:
 
 @dataclass(frozen=True)
 class Placed:
-    """A layout with its partition. schedules: those that stand for it, by key."""
+    """A layout with its partition, and the schedules to simulate for its step time."""
 
     layout: Layout
-    sizes: tuple[int, ...]
-    placed: Schedule  # of a few microbatches
-    schedules: tuple[tuple[Key, Schedule], ...]
+    sizes: tuple[int, ...]  # layers of each stage
+    placed: Schedule  # the layout's schedule with few microbatches, for bounds
+    schedules: tuple[tuple[Key, Schedule], ...]  # its schedule, or two shorter ones to extrapolate
 
     @cached_property
     def step(self) -> Step:
-        """The step of its largest rank."""
+        """Return the step with the layers of the largest rank."""
         step, sizes = self.layout.bounds.step, self.sizes
         most = self.layout.bounds.space.engine.rank_layers(sizes, self.placed.rank_of)
         return step.with_layers(most, max(sizes))
@@ -146,9 +147,9 @@ class Placed:
 
     @cached_property
     def placed_costs(self) -> placement_costs.Placed:
-        """The costs of its stages and, of executor=mpmd, the bytes of its ranks.
+        """Return the costs of the stages, and the bytes of the ranks with executor=mpmd.
 
-        Those of embedding, head and examples are left out.
+        The bytes of embedding, head and examples are left out.
         """
         step, space, examples = self.step, self.layout.bounds.space, self.step.microbatch.examples
         remat, params, fsdp = step.microbatch.remat, step.params, step.layout.mesh.fsdp
@@ -163,7 +164,7 @@ class Placed:
 
     @cached_property
     def seconds(self) -> float:
-        """The time of its work, whatever the order of its tasks."""
+        """Return a lower bound of the step time, in seconds, for any order of the tasks."""
         number = self.step.microbatch.number
         bound_s = makespan_bound_s(self.placed, self.placed_costs.costs, number)
         return bound_s + self._op_times.overhead_s
@@ -173,7 +174,7 @@ class Placed:
         return self.layout.least_bytes
 
     def simulated(self) -> Candidate:
-        """Return the layout with its time by simulation, its bytes by the order of its tasks."""
+        """Return the layout with its simulated step time, and the bytes of its order of tasks."""
         # 1. seconds
         step, space, copies = self.step, self.layout.bounds.space, self.step.layout.rank_devices
         costs = self.placed_costs.costs
@@ -209,12 +210,15 @@ class Placed:
         )
 
     def _along(self, values: Sequence[Mapping[Any, float]]) -> Mapping[Any, float]:
-        """Return the values of the schedules, extrapolated to the microbatches of the layout."""
+        """Return the schedules' values, extrapolated to the layout's number of microbatches."""
         return along([key[2] for key, _ in self.schedules], values, self.step.microbatch.number)
 
     @property
     def _fullest_bytes(self) -> int:
-        """The least bytes of executor=mpmd's fullest rank: of all that waits, or in one task."""
+        """Return a lower bound of the fullest rank's bytes (executor=mpmd): the peak of its values.
+
+        A single task, with its stash and temporaries, may need more.
+        """
         ledger, last = self.placed_costs.ledger(self.placed), len(self.sizes) - 1
         rank_of, vocab_parts = self.placed.rank_of, self.layout.bounds.vocab_parts
 
@@ -230,7 +234,7 @@ class Placed:
         return round(max(*self._along(peaks).values(), *tasks))
 
 
-# what is the same for many layouts is made once
+# memoized: many layouts share these
 
 
 def knobs_of(family: str, chunks: int) -> dict[str, int]:
@@ -246,9 +250,9 @@ def _built(
     vocab_parts: int,
     in_ticks: bool,
 ) -> Schedule:
-    """Return a schedule, not validated: families are proved by tests, and a run validates its own.
+    """Return an unvalidated schedule; tests validate the families, and a run its schedule.
 
-    in_ticks: ranks in lockstep, which ignore the order of the parts' tasks.
+    in_ticks: ranks run in lockstep and ignore the order of the vocabulary parts' tasks.
     """
     schedule = FAMILIES[family].generate(num_ranks, num_microbatches, **knobs_of(family, chunks))
     if not vocab_parts:
@@ -256,14 +260,14 @@ def _built(
     return with_parts(schedule) if in_ticks else with_vocabulary(schedule)
 
 
-@lru_cache(maxsize=8)  # the cells are many
+@lru_cache(maxsize=8)  # few, because a packing has many cells
 def _packings(*key: Any) -> list[TickPacking]:
     return packings(_built(*key))
 
 
 @cache
 def _in_ticks(key: Key, remat: Remat, trained: float) -> tuple[Counted, Mapping[str, int]]:
-    """Return the rows of the ticks that the executor lowers to, and the slots of a rank."""
+    """Return the phases of a schedule's ticks, and the number of slots on a rank, by name."""
     packing = fastest(_packings(*key), task_costs(remat, trained), key[3])
     return packing.counted, in_shape(_built(*key), packing, remat).num_slots
 
@@ -278,7 +282,7 @@ def _partition(
 def along(
     numbers: Sequence[int], values: Sequence[Mapping[Any, float]], wanted: float
 ) -> Mapping[Any, float]:
-    """Return the values at one or two numbers of microbatches, extrapolated linearly to `wanted`.
+    """Return `values`, known at one or two `numbers` of microbatches, extrapolated to `wanted`.
 
     >>> along([2, 4], [{"a": 1.0}, {"a": 2.0}], 8)
     {'a': 4.0}
@@ -292,7 +296,8 @@ def along(
 def shorter(num_ranks: int, wanted: int, num_chunks: int) -> list[int]:
     """Return the numbers of microbatches to simulate: the wanted one, or two smaller ones.
 
-    Past 3p, any family's warm-up, time grows by equal steps within 1%; past 2p within 14%.
+    Beyond 3p microbatches, the longest warm-up of any family, time is linear within 1%; beyond 2p
+    within 14%.
 
     >>> shorter(8, 64, 1), shorter(8, 4096, 1)
     ([64], [24, 40])

@@ -1,8 +1,8 @@
 """The fastest layouts of a model: mesh, schedule, partition, microbatches and remat together.
 
-Every combination is bounded from below by its work and its memory. The layout with the lowest
-bound is placed, then simulated, and it is the next best once its time is the lowest of all bounds.
-Standard library only.
+The search is best-first. Each combination has a lower bound of its step time and one of its memory.
+The layout with the lowest bound is placed, then simulated. It is the next result once its simulated
+time is below all remaining bounds. Standard library only.
 """
 
 import gc
@@ -21,16 +21,16 @@ from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.schedule.partition.cut_layers import improved
 from ppctl.schedule.partition.partition import Partition, explicit
 
-MOST_SIMULATIONS = 100  # of one layout's partitions
+MOST_SIMULATIONS = 100  # simulations of one layout's partitions
 
 
 def ascending(
     items: Iterable[Any], key: Callable[[Any], float], refined: Callable[[Any], Any]
 ) -> Iterator[Any]:
-    """Yield items by their key, of which unrefined ones have a lower bound.
+    """Yield items in ascending order of key; the key of an unrefined item is a lower bound.
 
-    refined: the next form of an item, the item itself if there is no further one, None: drop it.
-    Only items whose bound is the lowest of all are refined.
+    refined: function from an item to its next form; to the item itself if it is final, to None to
+    drop it. Only the item with the lowest bound is refined.
 
     >>> list(ascending([5, 3, 4], key=abs, refined=lambda n: -2 * n if n > 0 else n))
     [-6, -8, -10]
@@ -47,7 +47,7 @@ def ascending(
 
 
 class LayoutSearch:
-    """A search of a space, by the steps of its meshes, for a room in bytes."""
+    """A search of a space for layouts that fit into room_bytes. step_of: see `StepOf`."""
 
     def __init__(self, space: Space, step_of: StepOf, room_bytes: float = inf):
         self.space, self.step_of = space, step_of
@@ -55,12 +55,12 @@ class LayoutSearch:
         self.layouts = list(self._layouts())
 
     def bounds(self, mesh: MeshSizes, microbatch: Microbatch, vocab: str = "whole") -> Bounds:
-        """Return the lower bounds of a mesh with microbatches."""
+        """Return the lower bounds of time and memory of a mesh with these microbatches."""
         vocab_parts = mesh.pp if vocab == "parallel" else 0
         return Bounds(self.space, self.step_of(mesh, microbatch, vocab_parts))
 
     def _layouts(self) -> Iterator[Layout]:
-        """Yield all with tp in one host; vocabulary parts only where they may gain."""
+        """Yield all layouts with tp inside a host; with vocabulary parts only if these may pay."""
         for mesh, microbatch in self.space.microbatches:
             whole, has_pipeline = self.bounds(mesh, microbatch), mesh.pp > 1
             over = whole.step.known_machine.over(mesh.by_axis)
@@ -75,11 +75,11 @@ class LayoutSearch:
 
     @property
     def num_too_large(self) -> int:
-        """The number of layouts without room for state and one microbatch."""
+        """Return the number of layouts without room for state and one microbatch."""
         return sum(layout.bounds.least_bytes > self.room_bytes for layout in self.layouts)
 
     def fastest(self, *, with_pipeline: bool = True) -> Iterator[Candidate]:
-        """Yield the layouts that may have room, fastest first; with_pipeline=False: with pp=1."""
+        """Yield the layouts that may fit, fastest first; with_pipeline=False: only pp=1."""
         layouts = [
             layout
             for layout in self.layouts
@@ -94,11 +94,11 @@ class LayoutSearch:
 
     @property
     def smallest_bytes(self) -> int | None:
-        """A lower bound of the bytes of every layout; None without any."""
+        """Return a lower bound of the bytes of every layout; None without layouts."""
         return min((layout.least_bytes for layout in self.layouts), default=None)
 
     def _refined(self, item: Layout | Placed | Candidate) -> Placed | Candidate | None:
-        """Return the next form of a layout; None if it is impossible or has no room."""
+        """Return the next form of a layout; None if it is impossible or does not fit."""
         if isinstance(item, Candidate):
             return item
         if item.least_bytes > self.room_bytes:
@@ -110,7 +110,7 @@ class LayoutSearch:
         return candidate if candidate.least_bytes <= self.room_bytes else None
 
     def improved(self, candidate: Candidate) -> Candidate:
-        """Return a layout with a faster partition, by simulation (`cut_layers`)."""
+        """Return the layout with the fastest partition that simulations find (`cut_layers`)."""
         found = {candidate.partition: candidate}
 
         def simulated_s(partition: Partition) -> float:
@@ -129,7 +129,7 @@ class LayoutSearch:
 
 @contextmanager
 def uncollected() -> Generator[None]:
-    """Switch off garbage collection: it walks thousands of live schedules, a third of the time."""
+    """Disable garbage collection: scanning the many live schedules took a third of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

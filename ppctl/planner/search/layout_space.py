@@ -1,4 +1,4 @@
-"""The layouts that `ppctl tune` chooses from, with lower bounds. Standard library only."""
+"""The layouts that `ppctl tune` searches, and their lower bounds. Standard library only."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,12 +14,12 @@ from ppctl.schedule.mesh_axes import DATA_AXES, MeshSizes
 from ppctl.schedule.piece_times import OpTimes
 from ppctl.schedule.remat import Remat
 
-PREFERRED = (BASELINE, *(name for name in FAMILIES if name != BASELINE))  # order of equals
-CHUNKS = (2, 4, 8)  # stages a rank, of the families that take a number of them
-LEAST_EMBED_HEAD = 0.05  # share of a rank's layers (time) or memory, to divide the vocabulary
+PREFERRED = (BASELINE, *(name for name in FAMILIES if name != BASELINE))  # order of equal layouts
+CHUNKS = (2, 4, 8)  # stages a rank to try, for families with this setting
+LEAST_EMBED_HEAD = 0.05  # least share of embedding and head, 0..1, to try vocabulary parts
 
 
-# of a mesh, microbatches, vocabulary parts: the step of ranks with equal shares, rounded up
+# (mesh, microbatches, number of vocabulary parts) -> step if layers are divided evenly, rounded up
 StepOf = Callable[[MeshSizes, Microbatch, int], Step]
 
 
@@ -30,19 +30,19 @@ class Space:
     num_devices: int
     num_layers: int
     batch_size: int
-    example_bytes: int  # of the data: inputs and targets
+    example_bytes: int  # bytes of an example's inputs and targets
     engine: EngineTraits = IN_TICKS
     families: tuple[str, ...] = PREFERRED
     remats: tuple[str, ...] = tuple(map(str, Remat))
     max_chunks: int = 4
-    layer_costs: tuple[float, ...] | None = None  # over their mean; None: layers are alike
-    trained: float = 1.0  # share of the layers' weights
-    divisions: tuple[MeshSizes, ...] = (MeshSizes(),)  # of a stage: sizes of `STAGE_AXES`
-    vocab: tuple[str, ...] = ("whole",)  # embedding and head, as schedule.vocab
+    layer_costs: tuple[float, ...] | None = None  # relative to their mean; None: equal layers
+    trained: float = 1.0  # trained share of the layers' weights
+    divisions: tuple[MeshSizes, ...] = (MeshSizes(),)  # sizes of `STAGE_AXES`
+    vocab: tuple[str, ...] = ("whole",)  # choices of schedule.vocab
 
     @property
     def meshes(self) -> Sequence[MeshSizes]:
-        """A layer for each rank at least.
+        """Return the meshes of all devices with at least one layer a rank.
 
         >>> [mesh.shape[:3] for mesh in Space(4, 2, 8, 1).meshes]
         [(1, 1, 4), (2, 1, 2), (4, 1, 1), (1, 2, 2), (2, 2, 1)]
@@ -59,11 +59,11 @@ class Space:
 
     @property
     def microbatches(self) -> Iterator[tuple[MeshSizes, Microbatch]]:
-        """Every mesh with every number of microbatches and every remat.
+        """Yield every mesh with every number of microbatches and every remat.
 
-        Many microbatches are no waste: where they fit with remat=none, no forward is run again.
-        (Tried and rejected: 8 for each rank at most. 8.4e9 parameters, batches of 512 on 8 A100
-        took 1.24 times as long.)
+        Many microbatches can be faster: if they fit with remat=none, no forward is recomputed.
+        (Tried and rejected: at most 8 microbatches a rank. 8.4e9 parameters with batches of 512 on
+        8 A100 took 1.24 times as long.)
         """
         for mesh, remat in product(self.meshes, map(Remat.of, self.remats)):
             examples, left = divmod(self.batch_size, mesh.along(DATA_AXES))
@@ -71,7 +71,7 @@ class Space:
                 yield mesh, Microbatch(examples // number, number, self.example_bytes, remat)
 
     def kinds(self, pp: int) -> Iterator[tuple[str, int]]:
-        """Yield (family, stages a rank) of the schedules for pp ranks."""
+        """Yield the schedules for pp ranks as (family, stages a rank)."""
         most = min(self.num_layers // pp, max(1, self.max_chunks))
         for name in self.families:
             family = FAMILIES[name]
@@ -83,10 +83,10 @@ class Space:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Lower bounds of a mesh with microbatches, whatever its schedule and partition."""
+    """Lower bounds of a mesh with microbatches, for any schedule and partition."""
 
     space: Space
-    step: Step  # of ranks with equal shares, rounded up
+    step: Step  # step if layers are divided evenly over the ranks, rounded up
 
     @property
     def mesh(self) -> MeshSizes:
@@ -102,19 +102,19 @@ class Bounds:
 
     @cached_property
     def least_bytes(self) -> int:
-        """Bytes of a rank with its share of the model, and one microbatch."""
+        """Return the bytes of a rank with its share of the model and one microbatch's stash."""
         return self.with_stashes(1.0)
 
     def with_stashes(self, number: float) -> int:
-        """Return the same with `number` microbatches, through all of the rank's layers."""
+        """Return the bytes of a rank with the stashes of `number` microbatches in its layers."""
         step, share, pp = self.step, self.space.num_layers // self.mesh.pp, self.mesh.pp
-        if not (self.space.engine.in_ticks or self.vocab_parts):  # the mean of all ranks
+        if not (self.space.engine.in_ticks or self.vocab_parts):  # embed_head: a rank's mean
             step = replace(step, params=step.params.with_embed_head_over(pp))
         return sum(array_bytes(step.with_layers(share, share), {"stash": number}).values())
 
     @property
     def may_gain_by_parts(self) -> bool:
-        """Whether the whole embedding and head take a share of time or memory that counts."""
+        """Return whether embedding and head take LEAST_EMBED_HEAD of time or memory, or more."""
         pp = self.mesh.pp
         layers_s = self.space.num_layers * self.op_times.layer.all_s
         if self.op_times.embed_head_s(pp) * pp >= LEAST_EMBED_HEAD * layers_s:
@@ -126,30 +126,32 @@ class Bounds:
         return saved >= LEAST_EMBED_HEAD * self.least_bytes
 
     def step_s(self, *, is_whole: bool = False) -> float:
-        """Return a lower bound of the step time: work, the way to the ranks, and (is_whole) back.
+        """Return a lower bound of the step time in seconds. is_whole: backwards are not split.
 
-        Whatever the partition, no rank is done before the mean of all: its work, and the middle
-        stages before it, of a layer each. With remat=full the last stage runs its forwards in its
-        backwards, and may hold any layers, unless the vocabulary is divided.
+        For any partition, the slowest rank takes at least the mean time of all ranks. A rank's time
+        is its work, plus a microbatch's way through the middle stages before it (at least one layer
+        each), and with is_whole the way back. With remat=full and an undivided vocabulary, the last
+        stage runs its forwards in its backwards: its layers are cheaper, and it may hold any number
+        of them.
         """
         # 1. work of a rank
         microbatch, op_times, pp = self.step.microbatch, self.op_times, self.mesh.pp
         layer, embed_head_s = op_times.layer, op_times.embed_head_s(pp)
         last_s = layer.all_s
         if microbatch.remat.keeps_input_only and not self.vocab_parts:
-            last_s -= layer.forward_s  # a layer of the last stage
-        speed = (pp - 1) / layer.all_s + 1 / last_s  # layers a second, of all ranks
+            last_s -= layer.forward_s  # seconds of a layer on the last stage
+        speed = (pp - 1) / layer.all_s + 1 / last_s  # layers a second on all ranks
         number, num_layers = microbatch.number, self.space.num_layers
         rank_s = number * (num_layers + embed_head_s / layer.all_s) / speed
 
-        # 2. the way through the stages before it
+        # 2. the way through the stages before the rank, and back
         way_s, hops = layer.forward_s, 1 + is_whole
         if is_whole:
             way_s += layer.input_grad_s + layer.weight_grad_s
         way_s *= min(self.space.layer_costs or (1.0,))
         rank_s += (pp - 1) / 2 * (hops * op_times.hop_s + max(0, pp - 2) / pp * way_s)
 
-        # 3. work of all devices that share cores
+        # 3. work of all devices, if they share cores
         rank_devices = self.space.num_devices // pp
         work_s = number * (num_layers * last_s + embed_head_s) * rank_devices
         return max(rank_s, work_s / op_times.capacity) + op_times.overhead_s

@@ -1,4 +1,4 @@
-"""What training on so many tokens takes: steps, days, device-hours, energy."""
+"""The cost of training on a number of tokens: steps, days, device-hours, energy."""
 
 import math
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ HOUR_S = 3600
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Steps over so many tokens, one after the other; nothing else is counted."""
+    """The cost of training steps over a number of tokens."""
 
     tokens: float
     num_steps: int
     days: float
     device_hours: float
-    devices: str  # of these hours: GPU | chip | device
-    power_w: float | None  # of a device at most, without host and cooling; None: unknown
-    energy_kwh: float | None  # of all devices at that power
+    devices: str  # name of a device: GPU | chip | device
+    power_w: float | None  # most watts of a device, without host and cooling; None: unknown
+    energy_kwh: float | None  # energy of all devices at that power
 
     @property
     def text(self) -> str:
-        """Days, steps, device-hours and, where the power of a device is known, energy."""
+        """Return the budget as text: time, steps, device-hours, and energy if power is known."""
         tokens = f"{self.tokens:.6g}".replace("e+0", "e").replace("e+", "e")
         time = f"{self.days:,.1f} days" if self.days >= 2 else f"{self.days * 24:,.3g} hours"
         words = [f"{self.num_steps:,} steps", f"{self.device_hours:,.0f} {self.devices}-hours"]
@@ -37,10 +37,10 @@ class TokenBudget:
 
 
 def check_tokens(key: str, tokens: float | None, step_tokens: int | None) -> None:
-    """Raise ConfigError where tokens are set for data without. step_tokens: None if no text."""
+    """Raise ConfigError if tokens are set and the data are not text (step_tokens is None)."""
     if tokens is not None and step_tokens is None:
         raise ConfigError(
-            f"{key}={tokens:g} counts tokens of text, but the data are no text. Leave it out."
+            f"{key}={tokens:g} counts tokens of text, but the data are not text. Leave it out."
         )
 
 
@@ -51,7 +51,7 @@ def token_budget(
     num_devices: int,
     hardware: Hardware | None,
 ) -> TokenBudget | None:
-    """Return the cost of so many tokens; None if unset, or the time of a step is unknown.
+    """Return the cost of `tokens` tokens; None if unset, or if the step time is unknown.
 
     >>> token_budget(1e9, 1_000_000, 3.6, 8, None).device_hours
     8.0

@@ -1,6 +1,7 @@
 """The fastest layouts of a model on a number of devices: searched by bounds, then planned.
 
-The fastest found (`layout_search`) are predicted as by `ppctl plan` until enough of them fit.
+`layout_search` yields layouts, fastest first. Each is predicted as by `ppctl plan`, until enough
+of them fit.
 """
 
 import time
@@ -56,12 +57,12 @@ Shapes = Mapping[str, jax.ShapeDtypeStruct]
 
 @dataclass(frozen=True)
 class Row:
-    """A layout with its plan, and the request that makes it."""
+    """A layout with its prediction, and the request that builds it."""
 
     layout: Candidate
     plan: PipelinePlan
     request: Any  # the job, or the arguments of `ppctl.pipeline`
-    measured_s: float | None = None  # of a step that was run
+    measured_s: float | None = None  # seconds of a measured step; None: not measured
 
     @property
     def step_s(self) -> float:
@@ -70,7 +71,7 @@ class Row:
 
     @property
     def memory(self) -> Mapping[str, int]:
-        """Bytes by part, of the device that holds most."""
+        """Return the bytes of the fullest device, by part."""
         return max(self.plan.memory, key=lambda of_rank: sum(of_rank.values()))
 
     @property
@@ -80,14 +81,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Found:
-    """The best layouts, fastest first, and what was looked at."""
+    """The best layouts, fastest first, and the numbers of layouts searched."""
 
     best: tuple[Row, ...]
-    without_pipeline: Row | None  # the best one with pp=1
-    num_layouts: int  # mesh x microbatches x remat x schedule
-    num_too_large: int  # of these: no room for state and one microbatch
+    without_pipeline: Row | None  # best layout with pp=1
+    num_layouts: int  # layouts searched: mesh x microbatches x remat x schedule
+    num_too_large: int  # layouts without room for state and one microbatch
     num_simulated: int
-    smallest_bytes: int | None  # where none fits: at least these are needed
+    smallest_bytes: int | None  # lower bound of every layout's bytes; None if a layout fits
 
 
 @dataclass(frozen=True)
@@ -96,20 +97,20 @@ class Tuned:
 
     found: Found
     model: str
-    dtype: str  # of compute
-    batch_size: int  # examples of a step
-    seq_len: int | None  # tokens of an example; None if the data are not text
+    dtype: str  # compute dtype
+    batch_size: int  # examples a step
+    seq_len: int | None  # tokens an example; None: the data are not text
     search_s: float
     devices: str
-    limit: DeviceLimit | None  # the memory of a device
-    batch_tokens: int | None  # of a step; None if the data are not text
-    step_flops: int | None  # of the model, as in `Prediction`; None where no layout fits
-    peak_flops: float | None  # of all devices
-    recipe: str | None = None  # the file
-    token_budget: TokenBudget | None = None  # of plan.tokens, with the first layout
-    hosts: Hosts | None = None  # of tune.launch
-    job_script: str | None = None  # the file
-    job_command: str | None = None  # that starts it
+    limit: DeviceLimit | None  # memory of a device
+    batch_tokens: int | None  # tokens a step; None: the data are not text
+    step_flops: int | None  # FLOPs of the model, as in `Prediction`; None: no layout fits
+    peak_flops: float | None  # peak FLOP/s of all devices together
+    recipe: str | None = None  # path of the recipe
+    token_budget: TokenBudget | None = None  # cost of plan.tokens with the first layout
+    hosts: Hosts | None = None  # hosts for tune.launch
+    job_script: str | None = None  # path of the job script
+    job_command: str | None = None  # command that starts the job script
 
 
 def tune_layouts(config: Config) -> Tuned:
@@ -144,7 +145,7 @@ def tune_layouts(config: Config) -> Tuned:
     found = planned_layouts(search, lambda layout: as_planned(config, stack, layout), tune.best)
     search_s = time.perf_counter() - began
 
-    # 3. steps of the best
+    # 3. measure the best
     found = replace(found, best=_measured(found.best, tune.measure))
     first = found.best[0] if found.best else None
     step_s = None if first is None else first.measured_s or first.step_s
@@ -164,7 +165,7 @@ def tune_layouts(config: Config) -> Tuned:
 
 
 def _check_attached(target: Target, measure: int) -> None:
-    """Raise ConfigError where tune.measure would run on other hardware than the request's."""
+    """Raise ConfigError if the attached devices differ from the hardware to tune for."""
     if target.hardware.name != resolved(settings.AutoHardware(), target.kind).name:
         raise ConfigError(
             f"tune.measure={measure} runs steps on the devices of this machine ({target.kind}), "
@@ -180,9 +181,9 @@ def search_of(
     batch: Shapes,
     target: Target,
 ) -> LayoutSearch:
-    """Return the search of layouts of a batch's shapes; of `tune` it takes the choices."""
-    # 1. the model, and how it may be divided
-    assert isinstance(executor, Spmd | Mpmd), "others have one layout"
+    """Return the search of a model's layouts within `tune`. batch: shapes of a global batch."""
+    # 1. the model, and the divisions of its stages
+    assert isinstance(executor, Spmd | Mpmd), "other executors have one layout"
     machine, dtype, limit = target.machine, jnp.dtype(target.dtype), target.limit
     state = state_shapes(stack, optimizer)
     context = executor.context if isinstance(executor, Mpmd) else "gather"
@@ -229,8 +230,8 @@ def _check(executor: settings.Reference, vocab: str, families: Sequence[str] | N
         )
     if vocab == "parallel":
         raise ConfigError(
-            "schedule.vocab=parallel is of one schedule, and `ppctl tune` chooses schedules. "
-            "Leave it out: it is found where it wins, and alone with tune.vocab=[parallel]."
+            "schedule.vocab=parallel belongs to one schedule, and `ppctl tune` chooses schedules. "
+            "Leave it out to search both settings, or use tune.vocab=[parallel]."
         )
     runs = ON_RING if executor.ENGINE.in_ticks else FAMILIES
     for family in families or ():
@@ -242,8 +243,8 @@ def _check(executor: settings.Reference, vocab: str, families: Sequence[str] | N
 
 
 def _vocab(requested: Sequence[str] | None, stack: Stack, batch: Shapes) -> tuple[str, ...]:
-    """Return choices of schedule.vocab. ConfigError for an impossible one that is requested."""
-    try:  # what a run would say
+    """Return the choices of schedule.vocab. ConfigError if a requested one is impossible."""
+    try:  # the check of a run
         divided_stack(stack, StageAxes(vocab_parts=2), batch)
     except ConfigError:
         if requested is not None and "parallel" in requested:
@@ -253,7 +254,7 @@ def _vocab(requested: Sequence[str] | None, stack: Stack, batch: Shapes) -> tupl
 
 
 def planned_layouts(search: LayoutSearch, plan: Callable[[Candidate], Row], best: int) -> Found:
-    """Return the `best` fastest layouts that fit; plan: predicts as `ppctl plan` does."""
+    """Return the `best` fastest layouts that fit. plan: function that predicts a layout."""
     plan = cache(plan)
     with uncollected():
         rows = _fitting(search.fastest(), search, plan, best)
@@ -271,7 +272,10 @@ def _fitting(
     plan: Callable[[Candidate], Row],
     number: int,
 ) -> list[Row]:
-    """Return the first layouts that fit as planned, with better partitions, fastest first."""
+    """Return the first `number` layouts whose predictions fit, fastest first.
+
+    A layout has the improved partition (`LayoutSearch.improved`) if this fits.
+    """
     rows = list[Row]()
     for candidate in candidates:
         for partitioned in dict.fromkeys((search.improved(candidate), candidate)):
@@ -285,7 +289,7 @@ def _fitting(
 
 
 def as_planned(config: Config, stack: Stack, layout: Candidate) -> Row:
-    """Return a layout with the prediction of `ppctl plan`; stack: as the hardware runs it."""
+    """Return a layout with the prediction of `ppctl plan`. stack: has the hardware's kernels."""
     schedule = named(layout.family, layout.num_microbatches, layout.num_chunks)
     request = replace(
         config,
@@ -301,7 +305,7 @@ def as_planned(config: Config, stack: Stack, layout: Candidate) -> Row:
 
 
 def _measured(rows: Sequence[Row], count: int) -> tuple[Row, ...]:
-    """Return the first `count` with and by their measured step times, then the others."""
+    """Return the rows: the first `count` measured and sorted by step time, then the others."""
     step_s = lambda row: run_steps(assemble(row.request.config)).wall_s  # noqa: E731
     ran = [replace(row, measured_s=step_s(row)) for row in rows[:count]]
     return (*sorted(ran, key=lambda row: row.measured_s or 0.0), *rows[count:])

@@ -27,10 +27,10 @@ from ppctl.training.pipeline.pipeline_request import layered_stack, shapes_of
 
 @dataclass(frozen=True)
 class TunedLayout:
-    """A layout of a model. Made by `tune`."""
+    """A layout of a model, with its predicted step. Made by `tune`."""
 
-    mesh: Mapping[str, int]  # the arguments of `ppctl.mesh`
-    arguments: Mapping[str, Any]  # those of `ppctl.pipeline`: schedule, executor, partition, ...
+    mesh: Mapping[str, int]  # arguments of `ppctl.mesh`
+    arguments: Mapping[str, Any]  # arguments of `ppctl.pipeline`: schedule, executor, ...
     plan: PipelinePlan
 
 
@@ -50,20 +50,20 @@ def tune(
 ) -> tuple[TunedLayout, ...]:
     """Return the layouts of a model that fit, fastest first, as `ppctl.plan` predicts each.
 
-    The first is made by `ppctl.pipeline(model, ppctl.mesh(**row.mesh), optimizer=optimizer,
-    batch=batch, dtype=dtype, **row.arguments)`. Mesh, schedule, stages a rank, partition,
-    microbatches and remat are searched; nothing is compiled.
+    Searches mesh, schedule, stages a rank, partition, microbatches and remat; compiles nothing.
+    `ppctl.pipeline(model, ppctl.mesh(**row.mesh), ..., **row.arguments)` builds a layout `row`.
 
     Args:
-        num_devices: All of them are used.
+        num_devices: The number of devices, all of them used.
         batch: A global batch, or its shapes and dtypes.
-        executor: `ppctl.spmd(...)` (None) or `ppctl.mpmd(...)`; its remat is searched.
+        executor: As in `ppctl.pipeline`; None: `ppctl.spmd()`. The search sets its remat.
         hardware, memory_gib: As in `ppctl.plan`.
         schedules: Names of families; None: all that the executor runs.
-        layers, dtype: As in `ppctl.pipeline`; accelerators may be described only.
-        best: The number of layouts.
+        layers, dtype: As in `ppctl.pipeline`; the default dtype is that of `hardware`.
+        best: The largest number of layouts; () is returned if no layout fits.
 
-    ConfigError: the hardware is unknown, or a choice impossible. () where no layout fits.
+    Raises:
+        ConfigError: The hardware is unknown, or a choice is impossible.
     """
     # 1. the request
     num_devices, best = whole_number("num_devices", num_devices, 1), whole_number("best", best, 1)
@@ -77,7 +77,7 @@ def tune(
     stack = layered_stack(model, batch, layers, dtype)
     target = Target(request, device, num_devices, str(dtype), Plan(memory_gib=memory_gib))
 
-    # 2. the model as the hardware runs it
+    # 2. the model with the hardware's kernels
     other, make = described_only(request, device.device_kind), stack.options.on_device
     there = stack if other is None or make is None else make(described_device(other) or device)
 

@@ -14,29 +14,29 @@ from ppctl.schedule.mesh_axes import TEXT_AXES, positional
 from ppctl.training.pipeline.known_hardware import known
 
 MARK = "# Written by `ppctl tune`, which writes it again when it is run again."
-CHOSEN = ("model", "mesh", "schedule", "partition", "executor", "optim", "data")  # by name
+CHOSEN = ("model", "mesh", "schedule", "partition", "executor", "optim", "data")  # config groups
 
 
 def own_path(name: str, suffix: str) -> Path:
-    """Return the path of a recipe's file. ConfigError for a foreign file, or if not writable."""
+    """Return the path of a recipe's file. ConfigError if not writable, or not written by tune."""
     path, option = Path("recipes") / f"{name}{suffix}", f"tune.recipe={name}"
     check_file(option, path if path.parent.exists() else path.parent)
     if path.exists() and MARK not in path.read_text(errors="replace"):
         raise ConfigError(
-            f"{option}: {path} was not written by `ppctl tune` and stays. Use another name, or "
-            "null."
+            f"{option}: {path} was not written by `ppctl tune` and is not overwritten. Use another "
+            "name, or null."
         )
     return path
 
 
 def write_own(path: Path, content: str) -> None:
-    """Write a file of recipes/."""
+    """Write a file into recipes/, which is created if it does not exist."""
     path.parent.mkdir(exist_ok=True)
     write_file(f"tune.recipe={path.stem}", path, content)
 
 
 def command_of(path: Path) -> str:
-    """Return the command that trains with the recipe, from the directory it was written in."""
+    """Return the command that trains with the recipe, for the directory where it was written."""
     is_found = path.absolute().parent == (ROOT / "recipes").absolute()
     return f"ppctl train {'' if is_found else '--config-dir . '}recipes={path.stem}"
 
@@ -56,7 +56,7 @@ def write_recipe(path: Path, config: Config, step_s: float, measured_s: float | 
     if config.hardware.name not in (AutoHardware().name, *known()):
         head.append(f"# Needs: hardware/{config.hardware.name}.yaml next to recipes/.")
 
-    # 2. the choice of each part, and settings that are not the default
+    # 2. the option of each config group, and its settings that are not the default
     is_stated = config.hardware != Config().hardware
     parts = {part: getattr(config, part) for part in (*CHOSEN, *["hardware"] * is_stated)}
     names = {part: each.name for part, each in parts.items() if part != "mesh"}
@@ -66,7 +66,7 @@ def write_recipe(path: Path, config: Config, step_s: float, measured_s: float | 
     document: dict[str, Any] = {"defaults": [{f"override /{k}": name} for k, name in names.items()]}
     settings = {part: _settings(each) for part, each in parts.items()}
     document |= {part: found for part, found in settings.items() if found}
-    run, usual = config.run, Run()  # the name is by default the recipe's, and dir follows from it
+    run, usual = config.run, Run()  # default name: the recipe's; dir follows from it
     name = path.stem if run.name == usual.name else run.name
     document["run"] = _settings(run) | {"name": name}
     if run.dir == f"runs/{run.name}":
@@ -84,12 +84,12 @@ def _assumed(data: Any, model: Any, hardware: Hardware | AutoHardware) -> str:
 
 
 def _settings(part: Any) -> dict[str, Any]:
-    """Return a part's settings that differ from the default, nested; of a mesh the unnamed.
+    """Return a group's settings that differ from the dataclass default, nested.
 
-    All those of an option whose file states others, such as a published model: one that was set
-    back to the default differs from the file.
+    For an option with a file, such as a published model, all settings are returned: a setting equal
+    to the default may differ from the file. The axes that a mesh's text states are left out.
     """
-    if isinstance(part, Hardware):  # of a custom file, which may change, all settings
+    if isinstance(part, Hardware):  # all settings of a user's file, because the file may change
         usual = asdict(known()[part.name]) if part.name in known() else {}
         return _differences(asdict(part), usual)
     if isinstance(part, Mesh):
@@ -106,7 +106,7 @@ def _settings(part: Any) -> dict[str, Any]:
 def _differences(values: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in values.items():
-        if isinstance(value, dict) and usual.get(name):  # of fields, not of the user's names
+        if isinstance(value, dict) and usual.get(name):  # fields of a nested dataclass
             inner = _differences(value, usual[name])
             found |= {name: inner} if inner else {}
         elif name != "name" and (name not in usual or value != usual[name]):

@@ -32,9 +32,9 @@ FITS = {True: kit.YES, False: kit.NO, None: kit.UNKNOWN}
 
 
 def plan_page(found: Prediction, picture: Drawing | str, words: Sequence[str]) -> str:
-    """Return the text of the page.
+    """Return the HTML page of a plan.
 
-    picture: of the step, or why there is none; words: the request after `ppctl plan`.
+    picture: the drawing of the step, or why it is missing. words: arguments of `ppctl plan`.
     """
     pipeline = "un-pipelined" if found.ideal_bubble_fraction is None else found.schedule
     bars = [(rank_name(found, r), found.memory_bytes[r]) for r in shown_ranks(found, MOST_BARS)]
@@ -53,7 +53,7 @@ def plan_page(found: Prediction, picture: Drawing | str, words: Sequence[str]) -
 
 
 def rehearsal_page(found: Rehearsal, timeline: Timeline) -> str:
-    """Return the text of the page."""
+    """Return the HTML page of a rehearsal."""
     bars = [(f"rank {each.rank}", each.memory_bytes) for each in ranks_to_show(found, MOST_BARS)]
     memory = memory_bars(bars, PARTS, found.limit_bytes, ABOUT)
     reason = too_many_tasks(len(timeline.start_s))
@@ -68,12 +68,15 @@ def rehearsal_page(found: Rehearsal, timeline: Timeline) -> str:
 
 
 def picture_of(job: TrainingJob, unknown: str | None) -> Drawing | str:
-    """Return the chart of the predicted step, or why none; `unknown`: why its time is unknown."""
+    """Return the drawing of the predicted step, or why it is missing.
+
+    unknown: why the step time is unknown; None if it is known.
+    """
     schedule = job.pipe.schedule
     if not job.pipe.execution.engine.is_pipelined:
         return "executor=reference has no pipeline to draw."
     if unknown is not None:
-        return f"Not drawn, because the step time is not known: {unknown}"
+        return f"Not drawn, because the step time is unknown: {unknown}"
     reason = too_many_tasks(sum(map(len, schedule.ranks)))
     if reason is not None:
         return reason

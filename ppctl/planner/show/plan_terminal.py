@@ -16,10 +16,10 @@ ABOUT = {
     "optimizer": "its moments, sharded likewise",
     "weights": "copies that tasks read: whole layers, in the dtype of compute",
     "gradients": "sums over microbatches, whole",
-    "activations": "what forwards keep for backwards, and I for W",
+    "activations": "values kept from forwards for backwards, and from I for W",
     "transfers": "values between stages",
     "batch": "examples of the global batch",
-    "temporaries": "all else that programs need, counted, or as compiled",
+    "temporaries": "other memory of programs, predicted or compiled",
 }
 SMALLER = "more and smaller microbatches"
 REMEDIES = {
@@ -47,7 +47,7 @@ class TextTable(NamedTuple):
 
 
 def show_plan(found: Prediction, note: str | None = None) -> None:
-    """Print a prediction for people; note: on its evaluations."""
+    """Print a prediction as lines and tables. note: a line about evaluations."""
     console = OutputConsole()
     show_lines(console, *(f"{name:<10}{text}" for name, text in plan_lines(found)))
     if found.stages:
@@ -91,7 +91,7 @@ def plan_lines(found: Prediction) -> Iterator[tuple[str, str]]:
 
 
 def experts_text(experts: ExpertsPart) -> str:
-    """Return the rows of a device and the seconds of a layer's experts, in a line."""
+    """Return a line about the experts of a layer: a device's rows and seconds."""
     rows = f"{experts.num_rows:,} rows a device, room for {experts.most_rows:,}"
     text = f"{experts.num_experts}, {experts.top_k} a token: {rows}"
     if experts.compute_s is None or experts.sent_s is None:
@@ -118,7 +118,7 @@ def flop_text(flops: float) -> str:
 
 
 def memory_table(found: Prediction) -> TextTable:
-    """Return the memory of one device of each shown rank by part."""
+    """Return a table of the memory of one device of each shown rank, by part."""
     ranks, memory = shown_ranks(found, MOST_COLUMNS), found.memory_bytes
     rows = {f"{part}: {ABOUT[part]}": [each.get(part, 0) for each in memory] for part in PARTS}
     rows = {name: sizes for name, sizes in rows.items() if any(sizes[r] for r in ranks)}
@@ -130,7 +130,7 @@ def memory_table(found: Prediction) -> TextTable:
 
 
 def costs_text(found: Prediction) -> str | None:
-    """Return mesh, microbatches and costs for `ppctl schedule`.
+    """Return the overrides that pass these costs to `ppctl schedule`; None if they are unknown.
 
     Costs are relative to a forward through 1/p of the model. They hold for this mesh and for
     microbatches of this size.
@@ -149,8 +149,8 @@ def costs_text(found: Prediction) -> str | None:
 
 
 def stage_table(stages: Sequence[StagePart]) -> TextTable:
-    """Return up to `MOST_STAGES` stages, else first, slowest, last."""
-    # 1. which stages
+    """Return a table of the stages; if more than MOST_STAGES, of the first, slowest and last."""
+    # 1. the stages to show
     last, seconds = len(stages) - 1, [(s.forward_s or 0.0) + (s.backward_s or 0.0) for s in stages]
     slowest = max(range(last + 1), key=seconds.__getitem__)
     which = range(last + 1) if last < MOST_STAGES else sorted({0, slowest, last})
@@ -174,7 +174,7 @@ def _seconds(seconds: float | None) -> str:
 
 
 def time_text(found: Prediction) -> str:
-    """Return seconds, speed and MFU of a step, and where they come from, in a line."""
+    """Return a line with the seconds, speed, MFU and per-step overhead of a step."""
     if found.step_time_s is None or found.tokens_per_s is None or found.per_step_overhead_s is None:
         return f"not known: {found.unknown}"
     overhead = overhead_text(found.per_step_overhead_s, found.step_time_s)
@@ -182,7 +182,7 @@ def time_text(found: Prediction) -> str:
 
 
 def speed_text(found: Prediction | Rehearsal) -> str:
-    """Return seconds, speed and MFU of a step whose time is known."""
+    """Return the seconds, speed and MFU of a step whose time is known."""
     mfu, causal = found.mfu_fraction, found.mfu_causal_fraction
     mfu_text = "" if mfu is None or causal is None else f", MFU {mfu:.1%} ({causal:.1%} causal)"
     unit = "tok/s" if found.unit == "tokens_per_s" else "rows/s"
@@ -195,7 +195,7 @@ def overhead_text(overhead_s: float, step_s: float) -> str:
 
 
 def fit_text(found: Prediction) -> str:
-    """Return a line: whether the request fits, by how much, and what to do where it does not."""
+    """Return a line: whether the request fits, its memory and the limit, and a remedy if not."""
     worst = max(range(len(found.total_bytes)), key=lambda r: found.total_bytes[r])
     need = found.total_bytes[worst]
     kind = "predicted" if found.compile_s is None else f"compiled in {found.compile_s:.1f} s"
@@ -208,7 +208,7 @@ def fit_text(found: Prediction) -> str:
         accepted = f"which the compiler for {found.devices} accepts"
         return f"fits: {size_text(need)} a device, {accepted} ({kind})."
     if limit is None:
-        unknown = "the memory of a device is not known: say plan.memory_gib=N."
+        unknown = "the memory of a device is unknown: set plan.memory_gib=N."
         return f"needs {size_text(need)} a device ({kind}); {unknown}"
     share, source = f"{size_text(need)} of {size_text(limit)} a device", found.limit_source
     if found.fits:
@@ -218,7 +218,10 @@ def fit_text(found: Prediction) -> str:
 
 
 def shown_ranks(found: Prediction, most: int) -> list[int]:
-    """Return the ranks to show: one if alike, all up to `most`, else first, largest, last."""
+    """Return the ranks to show: one if all are alike, all if at most `most`, else a few.
+
+    The few are the first rank, the one with most memory, and the last.
+    """
     num_ranks, total = len(found.memory_bytes), found.total_bytes
     if len(set(map(str, found.memory_bytes))) == 1:
         return [0]
@@ -234,33 +237,34 @@ def rank_name(found: Prediction, rank: int) -> str:
 
 # rehearsals
 
-MOST_RANKS = 16  # of the table on the terminal
+MOST_RANKS = 16  # rows of the table on the terminal
 RANK_COLUMNS = ("rank", "ran as", "tasks s", "update s", "forward s", "backward s", "memory")
 
 
 def show_rehearsal(found: Rehearsal) -> None:
-    """Print a rehearsal for people."""
+    """Print a rehearsal as lines and a table."""
     console = OutputConsole()
     show_lines(console, *(f"{name:<10}{text}" for name, text in rehearsal_lines(found)))
     show_table(console, *rank_table(found, MOST_RANKS))
 
 
 def rehearsal_lines(found: Rehearsal) -> Iterator[tuple[str, str]]:
+    """Yield (name, text) of the lines above the table."""
     request, number = found.request, len({each.ran_as for each in found.ranks})
     yield "model", f"{request.model}, {request.num_layers} layers, {request.sizes}"
     yield "mesh", f"{request.axes}, links as of hardware={found.hardware}"
     ran = f"{number} of {len(found.ranks)} ranks on one {found.device}"
-    yield "ran here", f"{ran}; the others are like these"
+    yield "ran here", f"{ran}; each of the others equals one of these"
     microbatches = f"{request.num_microbatches} microbatches"
     yield "schedule", f"{found.schedule}, {microbatches}, {request.executor}"
     cpu = "" if found.step_cpu_s is None else f", {found.step_cpu_s:.4g} CPU seconds"
     overhead = overhead_text(found.per_step_overhead_s, found.step_time_s)
     yield "step", f"{speed_text(found)}, bubble {found.bubble_fraction:.1%}{cpu}; {overhead}"
     if request.stage_axes:
-        sent = "sends between devices that divide a stage; one ran here"
+        sent = "sends between the devices of a stage; only one device ran"
         yield ", ".join(request.stage_axes), f"{found.sent_s:.3g} s of the step, counted: {sent}"
     counted_s = found.analytic_step_time_s
-    ratio = f"rehearsed over it {found.step_time_s / counted_s:.2f}"
+    ratio = f"the rehearsed time is {found.step_time_s / counted_s:.2f} times that"
     yield "analytic", f"{counted_s:.4g} s as `ppctl plan` counts; {ratio}"
     worst = max(found.ranks, key=lambda each: each.total_bytes)
     limit = "" if found.limit_bytes is None else f" of {size_text(found.limit_bytes)}"
@@ -268,7 +272,7 @@ def rehearsal_lines(found: Rehearsal) -> Iterator[tuple[str, str]]:
 
 
 def ranks_to_show(found: Rehearsal, most: int) -> tuple[RehearsedRank, ...]:
-    """Return the ranks to show: all up to `most`, else those that ran, the fullest, the last."""
+    """Return the ranks to show: all up to `most`, else those run, the fullest and the last."""
     ranks = found.ranks
     if len(ranks) <= most:
         return ranks
@@ -277,7 +281,7 @@ def ranks_to_show(found: Rehearsal, most: int) -> tuple[RehearsedRank, ...]:
 
 
 def rank_table(found: Rehearsal, most: int) -> TextTable:
-    """Return a table of up to `most` ranks."""
+    """Return a table of the ranks; if there are more than `most`, see `ranks_to_show`."""
     ranks = ranks_to_show(found, most)
     title = "ranks, with seconds of a step, and of a microbatch through each stage"
     title += "" if len(ranks) == len(found.ranks) else f" ({len(ranks)} of {len(found.ranks)})"

@@ -22,7 +22,7 @@ from ppctl.training.pipeline.mfu import mfu
 
 
 def show_tuned(tuned: Tuned, *, as_json: bool) -> None:
-    """Print the layouts, best first."""
+    """Print the layouts, best first, as lines and a table or as JSON."""
     if as_json:
         show_json(document(tuned))
         return
@@ -31,7 +31,7 @@ def show_tuned(tuned: Tuned, *, as_json: bool) -> None:
     if not best:
         return
     rows = [cells_of(tuned, i, row) for i, row in enumerate(best, start=1)]
-    title = "the fastest, as counted for the hardware"
+    title = "the fastest layouts, as predicted for the hardware"
     show_table(console, title, list(rows[0]), [list(row.values()) for row in rows])
     if not all(row.layout.is_even for row in best):
         print(f"stages as partition.layers takes them: {LETTERS}")
@@ -39,7 +39,7 @@ def show_tuned(tuned: Tuned, *, as_json: bool) -> None:
 
 
 def _before(tuned: Tuned) -> Iterator[str]:
-    """Yield the lines above the table: the number of layouts, and the smallest where none fits."""
+    """Yield the lines above the table: the numbers of layouts, and a remedy if no layout fits."""
     found, limit = tuned.found, tuned.limit
     limit_text = "" if limit is None else f" of {size_text(limit.size_bytes)} each ({limit.source})"
     yield f"{tuned.model}, {sizes_text(tuned.dtype, tuned.batch_size, tuned.seq_len)}"
@@ -51,7 +51,7 @@ def _before(tuned: Tuned) -> Iterator[str]:
         least = ""
         if found.smallest_bytes is not None:
             least = f": each needs {size_text(found.smallest_bytes)} a device or more"
-        yield f"none fits{least}. Use more devices (tune.devices), or a smaller model."
+        yield f"no layout fits{least}. Use more devices (tune.devices), or a smaller model."
 
 
 def _after(tuned: Tuned) -> Iterator[str]:
@@ -65,7 +65,7 @@ def _after(tuned: Tuned) -> Iterator[str]:
 
 
 def cells_of(tuned: Tuned, number: int, row: Row) -> dict[str, str]:
-    """Return the cells of a layout, the number-th, by the names of the columns."""
+    """Return the cells of the number-th layout, by column."""
     # 1. the layout
     layout, plan, is_alone = row.layout, row.plan, row.layout.mesh.pp == 1
     cells = {
@@ -101,14 +101,14 @@ def cells_of(tuned: Tuned, number: int, row: Row) -> dict[str, str]:
 
 
 def _schedule_text(layout: Candidate) -> str:
-    """Return the schedule, its stages a rank where it takes a number, and vocab=parallel."""
+    """Return the name of the schedule, with the settings for stages a rank and vocabulary."""
     chunks = knobs_of(layout.family, layout.num_chunks)
     text = layout.family + "".join(f" ({name}={number})" for name, number in chunks.items())
     return text if layout.vocab == "whole" else f"{text}, vocab={layout.vocab}"
 
 
 def _about_pipelines(tuned: Tuned) -> str:
-    """Return a line: how the best layout compares with the best one that has no pipeline."""
+    """Return a line that compares the best layout with the best one without a pipeline."""
     first, *others = tuned.found.best
     if first.layout.mesh.pp == 1:
         return f"no pipeline is needed: mesh={mesh_text(first.layout.mesh.by_axis)} is fastest."
@@ -124,7 +124,7 @@ def _about_pipelines(tuned: Tuned) -> str:
 
 
 def document(tuned: Tuned) -> dict[str, Any]:
-    """Return what `--json` prints of a search."""
+    """Return the JSON document that `--json` prints for a search."""
     found, limit = tuned.found, tuned.limit
     size_bytes, source, fraction = (None, None, None) if limit is None else limit
     alone, records = found.without_pipeline, ("token_budget", "hosts")

@@ -1,4 +1,4 @@
-"""The best layouts of several numbers of devices in one table: tune.devices=[64,128,256]."""
+"""The best layouts for several numbers of devices in one table: tune.devices=[64,128,256]."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,13 +9,13 @@ from ppctl.planner.show.tune_terminal import cells_of, document
 from ppctl.reports.terminal_output import OutputConsole, show_json, show_lines, show_table
 
 Numbers = Mapping[int, Tuned]  # by the number of devices, ascending
-NOT_SHOWN = ("", "bubble ideal", "per-step overhead")  # columns of the table of one number
+NOT_SHOWN = ("", "bubble ideal", "per-step overhead")  # columns only of the table of one number
 
 
 def chosen_number(found: Numbers, days: float | None) -> int | None:
-    """Return the fewest devices that train plan.tokens in so many days, None if none does.
+    """Return the smallest number of devices that trains plan.tokens in `days`; None if none does.
 
-    days: None: those with the least device-seconds a step.
+    With days=None, return the number of devices with the fewest device-seconds a step.
     """
     fits = {number: tuned for number, tuned in found.items() if tuned.found.best}
     if days is not None:
@@ -27,7 +27,7 @@ def chosen_number(found: Numbers, days: float | None) -> int | None:
 def show_numbers(
     found: Numbers, chosen: int | None, days: float | None, recipe: Path | None, *, as_json: bool
 ) -> None:
-    """Print the best layout of each number of devices; recipe: the file of the chosen one."""
+    """Print the best layout for each number of devices. recipe: file of the chosen layout."""
     recipe = None if chosen is None else recipe
     if as_json:
         numbers = [{"num_devices": n, **document(tuned)} for n, tuned in found.items()]
@@ -38,12 +38,17 @@ def show_numbers(
     fits = {number: tuned for number, tuned in found.items() if tuned.found.best}
     if fits:
         rows = [_row(number, tuned, fits) for number, tuned in fits.items()]
-        show_table(console, "the fastest of each number", [*rows[0]], [[*r.values()] for r in rows])
+        show_table(
+            console,
+            "the fastest layout for each number of devices",
+            [*rows[0]],
+            [[*r.values()] for r in rows],
+        )
     show_lines(console, *_lines(found, fits, chosen, days, recipe))
 
 
 def _row(number: int, tuned: Tuned, fits: Numbers) -> dict[str, str]:
-    """Return the cells of a number of devices."""
+    """Return the cells of the best layout for a number of devices, by column."""
     fewest = min(fits)
     per_device = fewest * _step_s(fits[fewest]) / (number * _step_s(tuned))
     cells = cells_of(tuned, number, tuned.found.best[0])
@@ -58,14 +63,18 @@ def _row(number: int, tuned: Tuned, fits: Numbers) -> dict[str, str]:
 def _lines(
     found: Numbers, fits: Numbers, chosen: int | None, days: float | None, recipe: Path | None
 ) -> Iterator[str]:
-    """Yield the lines below the table: what does not fit, and what is chosen."""
+    """Yield the lines below the table: the numbers without a layout, and the choice."""
     if lacking := [f"{number:,}" for number in found if number not in fits]:
         yield f"no layout fits on {', '.join(lacking)} devices."
     goal = "" if days is None else f" in {days:g} days"
     if chosen is None:
-        yield f"none trains plan.tokens{goal}. Use more devices." if fits else "Use more devices."
+        yield (
+            f"no number of devices trains plan.tokens{goal}. Use more devices."
+            if fits
+            else "Use more devices."
+        )
         return
-    why = f"are the fewest that train plan.tokens{goal}" if goal else "take the least of their time"
+    why = f"are the fewest that train plan.tokens{goal}" if goal else "need the least device time"
     yield f"{chosen:,} devices {why}."
     if recipe is not None:
         yield f"their layout is a recipe now, {recipe}: {command_of(recipe)}"

@@ -1,1 +1,1 @@
-"""A timed schedule as a picture: on the terminal, as html, as an image, as a trace, as numbers."""
+"""Charts of a timed schedule: terminal text, html, images, and its data as numbers."""

@@ -1,4 +1,4 @@
-"""Schedules as one self-contained html file: charts on canvases, their data deflated inside."""
+"""Schedules as one self-contained html file: charts on canvases, with their data deflated."""
 
 import base64
 import json
@@ -19,11 +19,11 @@ from ppctl.reports.page_kit import asset, filled, page, soft, text
 from ppctl.schedule.ir import ALL_KINDS, PART_KINDS
 from ppctl.schedule.simulator import MOST_TASKS
 
-DIGITS = 7  # of numbers of a chart, next to its length: a pixel of a wide screen has four
+DIGITS = 7  # digits of a number, relative to the makespan; a wide screen shows four
 
 
 def schedules_page(drawings: Sequence[Drawing]) -> str:
-    """Return a page: a summary of all drawings, then their charts on one time axis."""
+    """Return an html page: a summary of all drawings, then their charts on one time axis."""
     title = drawings[0].title
     if len(drawings) > 1:
         title = f"Schedules: {', '.join(drawing.label for drawing in drawings)}"
@@ -31,7 +31,7 @@ def schedules_page(drawings: Sequence[Drawing]) -> str:
 
 
 def charts_html(drawings: Sequence[Drawing], notes: Sequence[str] = ()) -> str:
-    """Return notes and charts with their buttons, once in a page; only notes without drawings."""
+    """Return notes, then any charts with their buttons. A page may contain them only once."""
     said = "".join(f"{soft(text(note))}\n" for note in notes)
     if not drawings:
         return said
@@ -41,14 +41,14 @@ def charts_html(drawings: Sequence[Drawing], notes: Sequence[str] = ()) -> str:
 
 
 def too_many_tasks(num_tasks: int) -> str | None:
-    """Return why a step is not drawn; None where it can be."""
+    """Return the reason if a step has too many tasks to draw, else None."""
     if num_tasks <= MOST_TASKS:
         return None
     return f"Not drawn: {num_tasks:,} tasks are too many for a chart ({MOST_TASKS:,} at most)."
 
 
 def _rounded(value: Any, decimals: int) -> Any:
-    """Return numbers, in lists and dicts, with so many decimals: others would fill the page."""
+    """Return lists and dicts with numbers rounded to `decimals`: more would bloat the page."""
     if isinstance(value, dict):
         return {key: _rounded(each, decimals) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -57,10 +57,11 @@ def _rounded(value: Any, decimals: int) -> Any:
 
 
 def chart_data(drawing: Drawing) -> dict[str, Any]:
-    """Return the words and colours of a chart, and its deflated numbers: `drawing_document`.
+    """Return the words and colours of a chart, and its numbers, deflated.
 
-    waits_for: of each task, rank after rank, the place of the task it waits for in the same order.
-    memory: of each rank the points (seconds, activations) of its curve.
+    Numbers are those of `drawing_document`, and two more lists. waits_for: for each task, rank
+    after rank, the index of the task that it waits for. memory: for each rank, the points
+    (seconds, activations) of its memory curve.
     """
     # 1. numbers
     timeline, schedule = drawing.timeline, drawing.schedule

@@ -1,4 +1,4 @@
-"""Schedules and curves as svg, pdf or png files, drawn by matplotlib, imported when needed."""
+"""Schedules and curves as svg, pdf or png, drawn by matplotlib, which is imported when needed."""
 
 import io
 from collections import defaultdict
@@ -13,18 +13,18 @@ from ppctl.reports.charts.schedule_drawing import KIND_NAMES, Drawing, number_te
 from ppctl.schedule.ir import ALL_KINDS, Kind
 
 WIDTH_IN, ROW_IN, MARGIN_IN, DPI = 14.0, 0.32, 1.3, 150
-PANEL_IN = 5.0  # height of a panel of curves
-MANY_MARKS = 4  # on each line
+PANEL_IN = 5.0  # inches, height of a panel of curves
+MANY_MARKS = 4  # points per line of a panel; lines with fewer have a mark at each point
 FORMS = ("svg", "pdf", "png")
 MAX_RANKS = 512  # rows of a figure: more would be taller than 160 inches
-MAX_VECTORS = 20_000  # tasks of an svg drawn one by one; more become one picture inside it
-POINTS_PER_CHARACTER = 4.6  # letters in cells, size 7
+MAX_VECTORS = 20_000  # tasks of an svg drawn as vectors; more become one bitmap in it
+POINTS_PER_CHARACTER = 4.6  # points, width of a letter of size 7 in a cell
 
 
 def image(drawings: Sequence[Drawing], form: str) -> bytes:
-    """Return the bytes of a figure with a row of ROW_IN for each rank; `form`: one of FORMS.
+    """Return the bytes of a figure with a row for each rank; form: one of FORMS.
 
-    Several drawings stand below each other, on one time axis and with one legend.
+    Several drawings share one time axis and one legend, one below the other.
     """
     num_ranks = max(drawing.schedule.num_ranks for drawing in drawings)
     if num_ranks > MAX_RANKS:
@@ -48,23 +48,24 @@ def _saved(figure: Any, form: str) -> bytes:
 
 @dataclass(frozen=True)
 class Panel:
-    """Lines of a quantity by label; points ascend by x, None is a gap. is_share: y from 0 to 1."""
+    """Lines of a quantity, by label. Points ascend by x; None is a gap."""
 
     title: str
     unit: str
     lines: Mapping[str, Sequence[tuple[int, float | None]]]
-    is_share: bool = False
+    is_share: bool = False  # y is a share, 0 to 1
 
 
 def panels(title: str, each: Sequence[Panel], x_name: str, form: str) -> bytes:
-    """Return the bytes of a figure of panels in two columns; a share has 1 - y on the right."""
+    """Return the bytes of a figure of panels in two columns; shares get a right axis of 1 - y."""
     figure = _figure(PANEL_IN * ceil(len(each) / 2))
     for axes, panel in zip(figure.subplots(ceil(len(each) / 2), 2).flat, each, strict=False):
         n = len(panel.lines)
         for i, (name, line) in enumerate(panel.lines.items()):
             x, y = zip(*((x, nan if y is None else y) for x, y in line), strict=True)
             colour, mark = line_style(i)
-            marked = (i, n) if len(x) >= MANY_MARKS * n else 1  # in turns: lines may coincide
+            # lines may coincide, so their marks alternate
+            marked = (i, n) if len(x) >= MANY_MARKS * n else 1
             axes.plot(x, y, label=name, color=colour, marker=mark, markersize=4, markevery=marked)
         axes.set(xlabel=x_name, ylabel=panel.unit)
         axes.set_title(panel.title, loc="left", fontsize=10)
@@ -80,7 +81,7 @@ def panels(title: str, each: Sequence[Panel], x_name: str, form: str) -> bytes:
 
 
 def _figure(height_in: float) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # which needs no window system
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # needs no window system
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, layout="constrained")
@@ -89,7 +90,7 @@ def _figure(height_in: float) -> Any:
 
 
 def _gantt(drawings: Sequence[Drawing]) -> Any:
-    """Return the figure of drawings row by row on one time axis."""
+    """Return the figure of drawings, one below the other, on one time axis."""
     from matplotlib.patches import Patch
 
     heights = [MARGIN_IN + ROW_IN * drawing.schedule.num_ranks for drawing in drawings]
@@ -110,7 +111,7 @@ def _gantt(drawings: Sequence[Drawing]) -> Any:
 def _ranks(axes: Any, drawing: Drawing, end_s: float) -> None:
     """Draw a row for each rank, with its bubble and peak to the right; time runs to `end_s`."""
     timeline, schedule = drawing.timeline, drawing.schedule
-    # 1. tasks, in their colours
+    # 1. tasks as bars
     boxes: dict[tuple[Kind, int, int], list[tuple[float, float]]] = defaultdict(list)
     for task, start_s in timeline.start_s.items():
         place = (task.kind, schedule.chunk_at(task), schedule.rank_at(task))
@@ -135,7 +136,7 @@ def _ranks(axes: Any, drawing: Drawing, end_s: float) -> None:
 
 
 def _letters(axes: Any, drawing: Drawing, points_per_s: float) -> None:
-    """Write kind and microbatch in the cells, or only the kind, if these fit for every kind."""
+    """Write kind and microbatch, or only the kind, into cells if that fits for every kind."""
     timeline, schedule = drawing.timeline, drawing.schedule
     of_all = int(drawing.labelled_s * points_per_s / POINTS_PER_CHARACTER)
     if not of_all:

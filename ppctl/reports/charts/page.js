@@ -9,7 +9,7 @@ const num = (x) => String(Number(x.toPrecision(5)));
 const percent = (x) => (100 * x).toFixed(1) + "%";
 const packed = (hex) => new Uint32Array(Uint8Array.of(...[1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16)), 255).buffer)[0];
 const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
-// a task of a part of the vocabulary has the number of its rank instead of a stage's
+// the stage of a vocabulary-parallel task is the number of its rank
 const isOfPart = (c, i) => c.kind[i] >= 4; // after F, B, I, W
 const rankOf = (c, i) => (isOfPart(c, i) ? c.stage[i] : c.rank_of[c.stage[i]]);
 const chunkOf = (c, i) => (isOfPart(c, i) ? 0 : c.chunk_of[c.stage[i]]);
@@ -31,7 +31,7 @@ async function decode(c) { // lists of ranks become arrays over all tasks, or ov
   c.mb = Uint32Array.from(cells, (cell) => cell[3]);
   c.start = Float64Array.from(c.start_s.flat());
   c.end = Float64Array.from(c.end_s.flat());
-  c.waits = Int32Array.from(c.waits_for, (at, i) => (at === null ? 0 : at - i)); // distance; 0: for none
+  c.waits = Int32Array.from(c.waits_for, (at, i) => (at === null ? 0 : at - i)); // distance in tasks; 0: waits for nothing
   c.present = c.kinds.filter((_, k) => c.kind.includes(k));
   c.chunk_of = c.rank_of.map((rank) => (held[rank] = (held[rank] ?? -1) + 1));
   c.point = offsets(c.memory.map((points) => points.length));
@@ -45,7 +45,7 @@ async function decode(c) { // lists of ranks become arrays over all tasks, or ov
   c.shown = c.peaks.indexOf(c.peak); // the rank of the memory curve
   c.packed = c.colours.flat().map(packed);
   const differ = (texts) => new Set(texts).size > 1, bubbles = c.bubbles.map(percent), peaks = c.peaks.map(num);
-  c.columns = [ // of numbers to the right of the rows: those that are not the same on every rank
+  c.columns = [ // numbers to the right of the rows, unless they are equal on every rank
     { name: "bubble", texts: bubbles, shares: c.bubbles },
     { name: "peak", texts: peaks, shares: c.peaks.map((peak) => peak / c.peak) },
   ].filter((column) => differ(column.texts));
@@ -68,8 +68,8 @@ function layout(c) {
 
 const cellHeight = (c) => (c.row > 6 ? c.row - 1.5 : c.row - (c.row > 3 ? 0.5 : 0));
 
-// The size of the letters in cells, one for the chart, and whether they say the microbatch besides the kind. They are
-// drawn where those of every kind fit in its tasks: no kind loses its labels while another keeps them.
+// The letter size in cells, one for the chart, and whether labels have the microbatch besides the kind. Labels are drawn
+// only if they fit for every kind, so no kind loses its labels while another keeps them.
 function lettering(c) {
   const wide = (c.labelled_s * c.wide) / (view[1] - view[0]) - 3, high = Math.min(12, cellHeight(c) - 3);
   for (const [count, isWhole] of [[c.longest_label, true], [1, false]]) {
@@ -182,10 +182,10 @@ function bar(pen, x, y, h, share, text, said) {
   pen.fillText(text, x + 2, y + h / 2 + 0.5);
 }
 
-// A row with more tasks than pixels: short stretches of time become stacks of what runs in them, by kind
-// and chunk, idle time at the bottom.
+// A row with more tasks than pixels: each short stretch of time becomes a stack of the shares of its kinds and chunks,
+// with idle time at the bottom.
 function stacked(c, pen, i, last, y, h) {
-  // wide enough for a few tasks each, or the shares would flicker from one to the next
+  // bins are wide enough for a few tasks each, or the shares of neighbours would flicker
   const bin = clamp(Math.ceil((3 * c.wide) / (last - i)), 1, 3), n = Math.ceil(c.wide / bin);
   const high = Math.max(Math.round(h * devicePixelRatio), 4), chunks = c.colours[0].length;
   const kinds = c.kinds.length * chunks, sums = new Float32Array(kinds * n), scale = c.wide / (view[1] - view[0]) / bin;

@@ -1,7 +1,7 @@
-"""Static figures of html pages: curves by matplotlib, and bars of html.
+"""Static figures of html pages: curves drawn by matplotlib, and bars of html.
 
-An svg takes its letters and colours from the page (THEME, `.lines` in page.css), so that it is read
-on light and on dark paper. Matplotlib is imported when a figure is drawn.
+An svg takes its font and colours from the page (THEME, `.lines` in page.css), so it is readable on
+light and dark backgrounds. Matplotlib is imported when a figure is drawn.
 """
 
 import io
@@ -15,12 +15,12 @@ from ppctl.reports.charts.palette import LINES, PARTS, line_style
 from ppctl.reports.page_kit import text
 from ppctl.reports.terminal_output import size_text
 
-WIDTH, HEIGHT = 460, 300  # units of an svg, each about a pixel
-SOFT, GRID = "#010101", "#020202"  # replaced by the page's
+WIDTH, HEIGHT = 460, 300  # svg units, each about a pixel
+SOFT, GRID = "#010101", "#020202"  # placeholders for colours of the page
 THEME = {SOFT: "var(--soft)", GRID: "var(--line)"}
 LOOK: dict[Any, Any] = {
     "font.size": 13,
-    "svg.fonttype": "none",  # letters are the page's
+    "svg.fonttype": "none",  # text stays text, in the page's font
     "text.parse_math": False,  # a name may hold a $
     **dict.fromkeys(("xtick.color", "ytick.color", "axes.labelcolor"), SOFT),
     "xtick.bottom": False,
@@ -31,15 +31,15 @@ LOOK: dict[Any, Any] = {
     "axes.grid.axis": "y",
     "grid.color": GRID,
     "grid.linewidth": 1,
-    "path.simplify_threshold": 0.5,  # pixels; every spike is drawn
+    "path.simplify_threshold": 0.5,  # pixels; keeps every spike
 }
-MOST_LINES = len(LINES) ** 2  # a colour and a mark tell them apart
-TREND = 80  # medians of a curve of many points
-FEW = 16  # points that are told one by one
+MOST_LINES = len(LINES) ** 2  # pairs of a colour and a mark
+TREND = 80  # number of medians on a curve of many points
+FEW = 16  # largest number of points that a curve's description lists
 NUM_SHADES = 16  # colours of a heat map
-NUM_MARKS = 5  # on each of several curves, about
-LOG_FROM = 100.0  # greatest over least value from which on an axis of values is logarithmic
-LEAST = 1e-100  # on a logarithmic axis
+NUM_MARKS = 5  # approximate marks on each of several curves
+LOG_FROM = 100.0  # ratio of greatest to least value; from here on the y axis is logarithmic
+LEAST = 1e-100  # smallest value for a logarithmic axis
 
 Points = Sequence[tuple[float, float | None]]  # ascending by x; None: not finite
 
@@ -52,15 +52,17 @@ def curves_svg(
     from_zero: bool = False,
     over_sizes: bool = False,
 ) -> str:
-    """Return the svg of at most MOST_LINES curves by label, one with a value.
+    """Return the svg of curves; values that are not finite are gaps with crosses at the top.
 
-    Values that are not finite are gaps with crosses at the upper edge. Of many points a pale curve
-    has the least and the greatest in every pixel column, a strong one the medians.
+    A curve of many points is pale and keeps every spike; a strong curve shows its medians.
 
     Args:
-        from_zero: y from 0 up, else from the least to the greatest.
-        over_sizes: x, positive, are sizes or rates: each has a mark, and the axis is logarithmic
-            unless whole numbers span less than a factor of four.
+        curves: Points by label: 1 to MOST_LINES curves, at least one with a value.
+        title: The quantity, for the description of the svg.
+        x_name: Label of the x axis.
+        from_zero: The y axis starts at 0, else at the least value.
+        over_sizes: x are positive sizes or rates: points have marks, and the x axis is logarithmic
+            unless x are whole numbers that span less than a factor of four.
     """
     import numpy as np
 
@@ -100,10 +102,14 @@ def heat_svg(
     title: str,
     least: float,
 ) -> str:
-    """Return the svg of numbers by layer and step: a column from the step after the one before.
+    """Return the svg of a heat map of numbers, layers down and steps to the right.
 
-    first: step of the first column. last: the last step of each. least: the number of the darkest
-    colour; NaN has no colour.
+    Args:
+        first: First step of the first column.
+        last: Last step of each column; the next column starts after it.
+        values_CL: Numbers [columns, layers]; NaN has no colour.
+        title: The quantity, for the description of the svg.
+        least: Number drawn in the darkest colour.
     """
     import matplotlib
     import numpy as np
@@ -138,12 +144,12 @@ def heat_svg(
 
 
 def _draw_curve(axes: Any, number: int, points_N2: Any, has_marks: bool) -> None:
-    """Draw a curve, its medians and marks, and crosses where it is not finite."""
+    """Draw a curve, its medians and marks, and crosses for values that are not finite."""
     import numpy as np
 
     colour, marker = line_style(number)
     look = {"color": colour}
-    # 1. all points, of many in a pale line; a dot where neighbours are missing
+    # 1. a line through all points, pale if there are many; dots for points without neighbours
     x, y = points_N2.T
     is_known = np.isfinite(y)
     known = points_N2[is_known]
@@ -161,7 +167,7 @@ def _draw_curve(axes: Any, number: int, points_N2: Any, has_marks: bool) -> None
     if has_marks and len(known):
         every = known[:: -max(1, len(known) // NUM_MARKS)]
         axes.plot(*every.T, marker, markersize=8, gid="data", **look)
-    # 3. crosses, one for each pixel
+    # 3. crosses, at most one in each pixel
     if not is_known.all():
         pixels = np.round(x[~is_known] * (WIDTH / max(np.ptp(x), 1)))
         lost = x[~is_known][np.unique(pixels, return_index=True)[1]]
@@ -170,7 +176,7 @@ def _draw_curve(axes: Any, number: int, points_N2: Any, has_marks: bool) -> None
 
 
 def _set_values(axes: Any, low: float, high: float, *, from_zero: bool) -> None:
-    """Set the axis of values: from 0, or logarithmic if they span LOG_FROM."""
+    """Set the y axis: from 0, or logarithmic if values span a factor of LOG_FROM, else linear."""
     if from_zero:
         axes.set_ylim(min(low, 0), max(1.05 * high, 0) or 1)
         axes.yaxis.set_major_formatter("{x:,g}")
@@ -194,7 +200,7 @@ def _summary(points: Points) -> str:
 
 @contextmanager
 def _axes() -> Iterator[Any]:
-    """Yield the axes of a figure, a point of which is a unit of the svg."""
+    """Yield the axes of a new figure; its points are the units of the svg."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -205,9 +211,10 @@ def _axes() -> Iterator[Any]:
 
 
 def _svg_of(axes: Any, about: str) -> str:
-    """Return the figure of axes as an svg element that `about` describes in words.
+    """Return the figure of `axes` as an svg element; about: its description in words.
 
-    Groups have classes in place of ids; ids of marks follow from `about`, so that they differ.
+    Groups get classes in place of ids. Ids of marks are hashes of `about`, so that they differ
+    between the figures of a page.
     """
     import matplotlib
 
@@ -215,12 +222,12 @@ def _svg_of(axes: Any, about: str) -> str:
     with matplotlib.rc_context({"svg.hashsalt": about}):
         axes.figure.savefig(out, format="svg", metadata={"Date": None})
     inside = out.getvalue()
-    inside = inside[inside.index("<g ") :].replace("xlink:", "")  # below the style sheet
+    inside = inside[inside.index("<g ") :].replace("xlink:", "")  # drops the header
     for pattern, new in (
         (r'<g id="([A-Za-z]+)[^"]*"', r'<g class="\1"'),
-        (r"font-\w+: [^;]*; ", ""),  # the page's
+        (r"font-\w+: [^;]*; ", ""),  # the page sets the font
         (r'\s*\n\s*| transform="rotate\(-0[^"]*"', " "),
-        (r' clip-path="[^"]*"|<defs> <clipPath.*?</defs>', ""),  # all is within the axes
+        (r' clip-path="[^"]*"|<defs> <clipPath.*?</defs>', ""),  # nothing lies outside of the axes
         (r'([ "]-?\d+\.\d)\d+', r"\1"),
     ):
         inside = re.sub(pattern, new, inside)
@@ -233,8 +240,8 @@ def _svg_of(axes: Any, about: str) -> str:
 
 # --- bars of html -------------------------------------------------------------------------------
 
-FAR_LIMIT = 4.0  # longest bars: a larger limit is only written, or bars could not be seen
-LEAST_LETTERS = 0.04  # share of the axis from which on a part carries its number
+FAR_LIMIT = 4.0  # multiple of the longest bar; a larger limit is only written, to keep bars visible
+LEAST_LETTERS = 0.04  # share of the axis; smaller parts get no number
 
 
 def memory_bars(
@@ -243,10 +250,13 @@ def memory_bars(
     limit: int | None = None,
     about: Mapping[str, str] | None = None,
 ) -> str:
-    """Return a bar for each (name, bytes by part), parts in the order given, and their legend.
+    """Return a bar for each (name, bytes by part), and a legend, as html.
 
-    Parts have a number besides their colour; about: each part in words. The limit is a dashed line
-    with its label above the bars. There are at most as many parts as colours.
+    Args:
+        sums: Name and bytes by part of each bar.
+        parts: Parts in the order of the bar, at most len(PARTS); each has a colour and a number.
+        limit: Bytes of a dashed line, with a label above the bars; None: no line.
+        about: A description of each part, for the legend.
     """
     assert len(parts) <= len(PARTS), "one colour each"
     # 1. the limit

@@ -1,4 +1,4 @@
-// --- what the pointer and the keys do -------------------------------------------------------------------------------
+// --- pointer and keys ------------------------------------------------------------------------------------------------
 
 function zoom(factor, at = (view[0] + view[1]) / 2) {
   const span = clamp((view[1] - view[0]) * factor, end / 1e5, end);
@@ -81,13 +81,13 @@ function point(c, event) {
   redraw();
 }
 
-function go(c, task) { // focus a task, in view, with its tip beside it
+function go(c, task) { // focus a task: bring it into view, and show its tip
   focus = { chart: c, task };
   c.shown = rankOf(c, task);
   const span = view[1] - view[0];
   if (c.start[task] < view[0] || c.end[task] > view[1]) pan((c.start[task] + c.end[task]) / 2 - span / 2 - view[0]);
   const edge = c.gantt.getBoundingClientRect(), b = box(c, task);
-  tip(...describe(c, task), edge.left + b.x, Math.min(edge.bottom - 10, innerHeight - 150)); // below the chart if that is in sight
+  tip(...describe(c, task), edge.left + b.x, Math.min(edge.bottom - 10, innerHeight - 150)); // below the chart if there is room in the window
   redraw();
 }
 

@@ -27,12 +27,12 @@ function section(c) {
   return element("section", {}, ...heading, verdict, ...reasons, c.gantt, c.hint, c.memory, ...ranksTable(c));
 }
 
-function alikeText(c) { // which of the verdict's numbers hold on every rank
+function alikeText(c) { // words on the numbers that are equal on every rank
   const names = ["bubble", "peak"].filter((name) => c.alike[name] && c.ranks > 1);
   return names.length ? `; ${names.join(" and ")} ${names.length > 1 ? "are" : "is"} the same on every rank` : "";
 }
 
-function ranksTable(c) { // nothing where the verdict says it all
+function ranksTable(c) { // empty if all numbers are equal on every rank
   if (c.alike.bubble && c.alike.peak && c.alike.tasks) return [];
   const rows = c.bubbles.map((bubble, r) => [`rank ${r}`, percent(bubble), num(c.peaks[r]), c.num_tasks[r]]);
   const ranks = element("details", {}, element("summary", {}, "Bubble and memory of each rank"));

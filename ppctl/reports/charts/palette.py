@@ -1,9 +1,9 @@
-"""The colours of kinds and chunks, the same in every format."""
+"""Colours of kinds and chunks, the same in every format."""
 
 from ppctl.schedule.ir import Kind
 
-# Okabe and Ito, Color Universal Design, 2008: hues for any kind of colour blindness, with dark
-# letters; for tasks of the vocabulary two more of these, and greys.
+# Okabe and Ito, Color Universal Design, 2008: hues for any kind of colour blindness, under dark
+# letters. Vocabulary tasks have two more of these hues and two greys.
 COLOURS: dict[Kind, str] = {
     "F": "#56b4e9",
     "B": "#e69f00",
@@ -14,18 +14,18 @@ COLOURS: dict[Kind, str] = {
     "E": "#d0d0d0",
     "G": "#a8a8a8",
 }
-# Hues with dark letters for parts of a whole: Tol, Colour Schemes, `light`, 2021.
+# Hues under dark letters for parts of a bar: Tol, Colour Schemes, `light`, 2021.
 PARTS = ("#77aadd", "#99ddff", "#44bb99", "#bbcc33", "#ee8866", "#eedd88", "#ffaabb", "#dddddd")
 # Hues for lines on light and dark paper: Okabe and Ito again.
 LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
-MARKS = ("o", "s", "^", "D")  # a colour and a mark tell lines apart
-SIGNS = "●■▲◆"  # the same as letters
-INK = "#10151c"  # letters in cells
+MARKS = ("o", "s", "^", "D")  # marks of lines; colour and mark together identify a line
+SIGNS = "●■▲◆"  # the marks as characters
+INK = "#10151c"  # colour of letters in cells
 LIGHTEST = 0.55  # share of white in the last chunk
 
 
 def shade(kind: Kind, chunk: int, num_chunks: int) -> str:
-    """Return the colour of a kind in a chunk: the first one's is full, the last one's palest.
+    """Return the colour of a kind in a chunk: full in the first chunk, palest in the last.
 
     >>> shade("F", 0, 2), shade("F", 1, 2)
     ('#56b4e9', '#b3ddf5')
@@ -36,7 +36,7 @@ def shade(kind: Kind, chunk: int, num_chunks: int) -> str:
 
 
 def line_style(number: int) -> tuple[str, str]:
-    """Return the (colour, mark) of a line; those of the first 16 differ.
+    """Return the (colour, mark) of a line; the first 16 pairs differ.
 
     >>> line_style(0), line_style(4)
     (('#0072b2', 'o'), ('#0072b2', 's'))

@@ -1,4 +1,4 @@
-"""A schedule with its timeline, its name and its bounds, drawn by every format; and as numbers."""
+"""A schedule with its timeline, label and bounds, for charts of every format; and as numbers."""
 
 import statistics
 from collections import defaultdict
@@ -25,11 +25,11 @@ KIND_NAMES: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class Drawing:
-    """A schedule, its times and its bounds. `label` tells it from other drawings."""
+    """A schedule, its times and its bounds."""
 
-    label: str
+    label: str  # distinguishes the drawing from others
     timeline: Timeline
-    choice: Choice | None = None  # by schedule=auto
+    choice: Choice | None = None  # the choice of schedule=auto
 
     @property
     def schedule(self) -> Schedule:
@@ -37,26 +37,27 @@ class Drawing:
 
     @cached_property
     def lower_bound_s(self) -> float:
-        """Return the least makespan of any order of its tasks."""
+        """Return a lower bound of the makespan in seconds, for any order of the tasks."""
         return makespan_bound_s(self.schedule, self.timeline.costs)
 
     @cached_property
     def peak_bounds(self) -> tuple[float, ...]:
-        """Return the least activations of each rank, in any order with this period."""
+        """Return a lower bound of each rank's peak activations, for any order with this period."""
         timeline = self.timeline
         return peak_activations_bound(self.schedule, timeline.costs, timeline.period_s)
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """Return the kinds that occur, in the order of ALL_KINDS."""
+        """Return the kinds of the schedule's tasks, in the order of ALL_KINDS."""
         present = {task.kind for task in self.timeline.start_s}
         return tuple(kind for kind in ALL_KINDS if kind in present)
 
     @cached_property
     def labelled_s(self) -> float:
-        """Return the seconds of the shortest task with a quarter of its kind's median, or more.
+        """Return the seconds of the shortest task that lasts at least 1/4 of its kind's median.
 
-        A chart labels tasks with as much as fits in these: kind and microbatch, kind, or nothing.
+        The longest label that fits into these seconds is used for all tasks: kind and microbatch,
+        kind, or nothing.
         """
         lasts = defaultdict(list)
         for task, start_s in self.timeline.start_s.items():
@@ -67,7 +68,7 @@ class Drawing:
 
     @property
     def longest_label(self) -> int:
-        """Return the letters of the longest label of a task, as in F31."""
+        """Return the number of characters of the longest task label, such as F31."""
         return 1 + len(str(self.schedule.num_microbatches - 1))
 
     @property
@@ -76,7 +77,7 @@ class Drawing:
 
     @property
     def verdict(self) -> str:
-        """Return makespan, bound, period, bubble and memory in one line."""
+        """Return makespan, its bound, period, bubble and memory in one line."""
         timeline = self.timeline
         seconds = timeline.makespan_s, self.lower_bound_s, timeline.period_s
         makespan, least, period = map(number_text, seconds)
@@ -88,7 +89,7 @@ class Drawing:
 
 
 def title_of(label: str, schedule: Schedule) -> str:
-    """Return a label and the schedule's size in words."""
+    """Return a label with the numbers of ranks and microbatches."""
     num_ranks, number = schedule.num_ranks, schedule.num_microbatches
     ranks = f"{num_ranks} rank" + "s" * (num_ranks != 1)
     return f"{label}: {ranks}, {number} microbatch" + "es" * (number != 1)
@@ -97,7 +98,7 @@ def title_of(label: str, schedule: Schedule) -> str:
 def table_row(
     drawing: Drawing, makespan_formula_s: float | None = None, peak_formula: float | None = None
 ) -> dict[str, Any]:
-    """Return a drawing as a row by column, with the results of its family's closed forms."""
+    """Return a drawing as a table row by column, with the results of its family's closed forms."""
     timeline = drawing.timeline
     return {
         "schedule": drawing.schedule.name,
@@ -116,7 +117,7 @@ def table_row(
 
 
 def reasons(drawing: Drawing) -> list[str]:
-    """Return lines on the choice of schedule=auto."""
+    """Return lines on the choice of schedule=auto; [] without one."""
     choice = drawing.choice
     if choice is None:
         return []
@@ -128,13 +129,13 @@ def reasons(drawing: Drawing) -> list[str]:
 
 
 def _bytes_text(timeline: Timeline) -> str:
-    """Return the most bytes of activations on a rank, to follow their number; "" if unknown."""
+    """Return " of N GiB", the largest peak of a rank, or "" if bytes are unknown."""
     most = max(timeline.peak_bytes)
     return f" of {number_text(most / GIB)} GiB" if most else ""
 
 
 def number_text(value: float) -> str:
-    """Return a number with up to five digits and no zeros at its end.
+    """Return a number with up to five digits, without trailing zeros.
 
     >>> number_text(28.5), number_text(0.1 + 0.2), number_text(3000)
     ('28.5', '0.3', '3000')
@@ -143,7 +144,7 @@ def number_text(value: float) -> str:
 
 
 def drawing_document(drawing: Drawing) -> dict[str, Any]:
-    """Return the drawing as numbers. Lists run over ranks; activations are of 1/p of the model."""
+    """Return the drawing as numbers, by rank; the unit of activations is 1/p of the model."""
     timeline, schedule = drawing.timeline, drawing.schedule
     return {
         "schedule": schedule.name,
@@ -162,7 +163,7 @@ def drawing_document(drawing: Drawing) -> dict[str, Any]:
 
 
 def picked(record: object, *names: str) -> dict[str, Any]:
-    """Return attributes by name."""
+    """Return attributes of a record by name."""
     return {name: getattr(record, name) for name in names}
 
 

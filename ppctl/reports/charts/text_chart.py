@@ -1,4 +1,4 @@
-"""A schedule on the terminal: a row for each rank, columns of time; tables of several schedules."""
+"""Text charts: a schedule with a row for each rank and columns of time; tables of schedules."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
@@ -13,7 +13,7 @@ from ppctl.reports.charts.schedule_drawing import KIND_NAMES, Drawing, number_te
 from ppctl.reports.terminal_output import show_lines, show_table
 from ppctl.schedule.ir import Task
 
-COLUMNS = {  # of a table of schedules
+COLUMNS = {  # headings of a table of schedules, by key
     "label": "schedule",
     "makespan_s": "makespan s",
     "makespan_formula_s": "formula",
@@ -26,14 +26,14 @@ COLUMNS = {  # of a table of schedules
     "peak_activations_lower_bound": "peak at least",
 }
 WORDS = (
-    "makespan: of a step; period: of one after which ranks begin the next without waiting for "
-    "each other",
-    "at least: no order of these tasks takes less, or holds less at this period",
+    "makespan: seconds of one step; period: seconds of a step if ranks begin the next one without "
+    "waiting for each other",
+    "at least: a lower bound over all orders of these tasks; for the peak, at this period",
 )
 
 
 def show_gantt(console: Console, drawing: Drawing) -> None:
-    """Print the chart as wide as the terminal: bubbles as dots, tasks in colours or as dashes."""
+    """Print a chart as wide as the terminal: bubbles are dots, tasks are coloured or dashes."""
     # 1. the scale
     timeline, schedule = drawing.timeline, drawing.schedule
     left, right = len(f"rank {schedule.num_ranks - 1}"), len("  bubble    peak")
@@ -41,7 +41,7 @@ def show_gantt(console: Console, drawing: Drawing) -> None:
     width = round(timeline.makespan_s * scale)
     pad = "-" if console.color_system is None else " "
 
-    # 2. heads, rows and legend
+    # 2. headings, rows and legend
     heads = " " * (left + 2 + width) + "  bubble    peak"
     show_lines(console, drawing.title, drawing.verdict, *reasons(drawing), "", heads)
     for rank in range(schedule.num_ranks):
@@ -56,7 +56,7 @@ def show_gantt(console: Console, drawing: Drawing) -> None:
 def show_schedules_table(
     console: Console, title: str, rows: Sequence[Mapping[str, Any]], *, formulas: bool = False
 ) -> None:
-    """Print a row for each schedule, with formulas if requested, then the notes on each."""
+    """Print a row for each schedule, then their notes; formulas: with columns of closed forms."""
 
     def cell(name: str, value: Any) -> str:
         if name == "bubble_fraction":
@@ -71,7 +71,7 @@ def show_schedules_table(
 
 
 def _columns_per_s(drawing: Drawing, room: int) -> float:
-    """Return the columns of one second in `room`: if they fit, enough for every task's label."""
+    """Return columns per second: enough for every label if `room` columns allow it."""
     timeline, shortest_s = drawing.timeline, drawing.labelled_s
     each = min(drawing.longest_label, int(room * shortest_s / timeline.makespan_s))
     return each / shortest_s if each else max(room, 20) / timeline.makespan_s
@@ -80,7 +80,7 @@ def _columns_per_s(drawing: Drawing, room: int) -> float:
 def _row(
     drawing: Drawing, tasks: Sequence[Task], scale: float, width: int, pad: str
 ) -> Iterator[tuple[str, Style | str]]:
-    """Yield the pieces of one rank's row: text and style."""
+    """Yield (text, style) of each piece of one rank's row."""
     timeline, schedule = drawing.timeline, drawing.schedule
     column, are_numbered = 0, drawing.longest_label <= drawing.labelled_s * scale + 1e-9
     for task in tasks:
@@ -92,7 +92,8 @@ def _row(
             column = first
         room = end - column
         text = f"{task.kind}{task.microbatch}"
-        exact = (timeline.end_s[task] - timeline.start_s[task]) * scale + 1e-9  # equal tasks alike
+        # the unrounded width: tasks of equal length are labelled alike
+        exact = (timeline.end_s[task] - timeline.start_s[task]) * scale + 1e-9
         fits = are_numbered and len(text) <= min(room, exact)
         colour = shade(task.kind, schedule.chunk_at(task), schedule.num_chunks)
         yield (text if fits else task.kind).ljust(room, pad), Style(color=INK, bgcolor=colour)

@@ -1,1 +1,1 @@
-"""`ppctl report`: one run in full, or several compared, as one html page. Loads no JAX."""
+"""`ppctl report`: one run, or a comparison of several, as an html page. Loads no JAX."""

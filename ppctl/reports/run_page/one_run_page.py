@@ -20,18 +20,16 @@ from ppctl.reports.run_page.read_run import DROPPED, LOAD, RecordedRun, versions
 from ppctl.reports.run_status import FAILED, FINISHED
 from ppctl.reports.terminal_output import iso_text
 
-MARK = '<main data-by="ppctl report">'  # tells a page of ours from other files
-MOST_BARS = 16  # of ranks whose memory is drawn
+MARK = '<main data-by="ppctl report">'  # identifies a report among html files
+MOST_BARS = 16  # ranks whose memory is drawn
 LOOKS = {FINISHED: kit.YES, FAILED: kit.NO, RUNNING: kit.GOES_ON}
-RAN_WITH = ("mesh", "hardware", "executor", "schedule")  # choices that are listed
-CURVES = "Of many steps the pale curve has the least and the greatest, the strong one the medians."
-HEAT = {  # title, and the number of the darkest colour
-    LOAD: ("Load of experts: the most loaded one's tokens over the mean", 1.0),
+RAN_WITH = ("mesh", "hardware", "executor", "schedule")  # choices listed on the page
+CURVES = "With many steps, a pale curve shows least and greatest values, a strong one medians."
+HEAT = {  # title, and the number drawn in the darkest colour
+    LOAD: ("Load of experts: tokens of the most loaded expert over the mean", 1.0),
     DROPPED: ("Tokens dropped by model.moe.capacity", 0.0),
 }
-PREDICTIONS = (
-    f"Step time: of the median step. {bubbles.ABOUT} Memory: of the fullest device, as compiled."
-)
+PREDICTIONS = f"Step time: the median. {bubbles.ABOUT} Memory: of the fullest device, as compiled."
 FROM_ZERO = {"lr": "Learning rate", **{name: f"Speed, {unit}" for name, unit in kit.SPEEDS.items()}}
 FIGURES = {"loss": "Loss", "eval_loss": "Eval loss", "grad_norm": "Gradient norm", **FROM_ZERO}
 HOW = (
@@ -40,14 +38,14 @@ HOW = (
 )
 UNITS = "Ideal: equal stages. A microbatch through 1/p of the model takes {}."
 MEANS = (
-    "The simulation takes each stage's measured means, so the difference is order, transfers and "
-    "waits."
+    "The simulation uses each stage's measured mean times, so the difference shows order, "
+    "transfers and waits."
 )
 LOCKSTEP = "Simulated: ticks in lockstep, each as long as its slowest rank."
 
 
 def run_page(run: RecordedRun, file: Path) -> str:
-    """Return the text of the page; `file`: its future place, for links to files of the run."""
+    """Return the text of the page. file: the page's path, for relative links to the run's files."""
     summary = run.summary
     reason = f": {summary.reason}" if summary.reason else ""
     status = f"{summary.status} at step {summary.steps_text}{reason}"
@@ -70,13 +68,13 @@ def run_page(run: RecordedRun, file: Path) -> str:
 
 
 def loss_text(run: RecordedRun) -> str:
-    """Return the newest loss, exactly in a title."""
+    """Return the newest loss as html, with the exact number in a title."""
     missing = "none" if run.summary.is_finite else "not finite"
     return kit.number("loss", run.summary.loss, missing)
 
 
 def _cards(run: RecordedRun) -> Iterator[tuple[str, str, str]]:
-    """Yield (name, value, note) of the most important numbers that were recorded."""
+    """Yield (name, value, note) of the most important recorded numbers."""
     newest, summary = run.newest.get, run.summary
     # 1. progress
     recorded = iso_text(summary.recorded_s) or "at an unknown time"
@@ -104,7 +102,7 @@ def _cards(run: RecordedRun) -> Iterator[tuple[str, str, str]]:
 
 
 def warnings_of(run: RecordedRun) -> list[str]:
-    """Return warnings: problems of the files, numbers that are not finite."""
+    """Return warnings on problems of the files and on numbers that are not finite."""
     warnings = list(run.problems)
     if not run.curves:
         warnings.append("no step is recorded")
@@ -138,7 +136,7 @@ def _files(run: RecordedRun, file: Path) -> str:
 
 
 def _predictions(run: RecordedRun) -> str:
-    """Return the planner's predictions compared with measurements, "" without either."""
+    """Return a table of predictions and measurements; "" if none is recorded."""
     newest, rows = run.newest.get, []
     for name, key, measured in (
         ("step time, s", "predicted_step_time_s", run.median("step_time_s")),
@@ -158,7 +156,7 @@ def _predictions(run: RecordedRun) -> str:
 
 
 def _memory(run: RecordedRun) -> str:
-    """Return bars of the ranks by part; one bar if all are alike, else the fullest."""
+    """Return memory bars of the fullest ranks, or one bar if all ranks are equal."""
     known = {f"rank {rank}": sizes for rank, sizes in enumerate(run.memory) if any(sizes.values())}
     if not known:
         return ""
@@ -175,7 +173,7 @@ def _memory(run: RecordedRun) -> str:
 
 
 def _experts(run: RecordedRun) -> Iterator[str]:
-    """Yield heat maps of models with experts, and the most loaded layer in words."""
+    """Yield heat maps of experts, and words on the most loaded layer; nothing without experts."""
     drawn = []
     for name, blocks in run.layers.items():
         title, least = HEAT[name]
@@ -188,12 +186,12 @@ def _experts(run: RecordedRun) -> Iterator[str]:
         load, l = max(loads, default=(1.0, 0))
         yield kit.soft(
             f"1 is an even load. In the last column the most loaded expert has {load:.3g} times "
-            f"the mean, in layer {l}. Of many steps a column has the greatest value."
+            f"the mean, in layer {l}. With many steps, a column shows its greatest values."
         )
 
 
 def _environment(run: RecordedRun) -> str:
-    """Return the layout, each start with its devices and changed versions, changed settings."""
+    """Return the layout, the starts with devices and changed versions, and changed settings."""
     # 1. the layout
     texts = [(name, setting_text(run.summary.config, name)) for name in RAN_WITH]
     rows = [[name, kit.text(text)] for name, text in texts if text is not None]
@@ -216,7 +214,7 @@ def _environment(run: RecordedRun) -> str:
 
 
 def _devices(start: Mapping[str, Any]) -> str:
-    """Return the devices of a start, as in `8 x cpu, 2 processes, Linux-6.8`."""
+    """Return the devices of a recorded start, as in `8 x cpu, 2 processes, Linux-6.8`."""
     kind, number, processes = map(start.get, ("device_kind", "num_devices", "num_processes"))
     if kind is None or number is None:
         return ""
@@ -227,7 +225,7 @@ def _devices(start: Mapping[str, Any]) -> str:
 
 
 def figures_of(runs: Sequence[RecordedRun], labels: Sequence[str]) -> list[str]:
-    """Return the figures that at most MOST_LINES runs have values for; one run, one of losses."""
+    """Return a figure of each number that runs have recorded; one run's losses share a figure."""
     drawn = []
     for name, title in FIGURES.items():
         # 1. the curves
@@ -248,7 +246,7 @@ def figures_of(runs: Sequence[RecordedRun], labels: Sequence[str]) -> list[str]:
 
 
 def _step_html(run_dir: Path, pipeline: Planned | str) -> str:
-    """Return the step of a run as charts on one time axis, or none; and notes."""
+    """Return charts of a step on one time axis, if it is known, and notes."""
     notes: list[str] = []
     measured = _measured(run_dir, pipeline, notes)
     if measured:
@@ -267,7 +265,7 @@ def _step_html(run_dir: Path, pipeline: Planned | str) -> str:
 
 
 def _measured(run_dir: Path, pipeline: Planned | str, notes: list[str]) -> Sequence[Drawing]:
-    """Return the step that run.timeline measured or the profiler traced, and its simulation."""
+    """Return the step measured by run.timeline or the profiler, and its simulation; or ()."""
     timed = run_dir / "timeline" / timelines.FILES[0]
     traced = run_dir / "profile" / timelines.TASKS_FILE
     label = "the schedule" if isinstance(pipeline, str) else pipeline.label

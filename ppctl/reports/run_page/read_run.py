@@ -1,4 +1,4 @@
-"""The files of a run, read whole: its curves, its newest numbers, its environment, its problems."""
+"""Read all files of a run: curves, newest numbers, environment and problems."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,37 +28,37 @@ NEWEST = (
     *("predicted_step_time_s", "ideal_bubble_fraction", "predicted_bubble_fraction"),
     *("predicted_memory_bytes", "memory_bytes", "compile_time_s"),
 )
-MOST_BYTES = 10**18  # on a device
+MOST_BYTES = 10**18  # bytes of a device
 UNREADABLE = (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """One run, from its files."""
+    """The content of the files of one run."""
 
     summary: RunSummary
-    words: Sequence[str]  # its request: settings other than the defaults
-    command: str  # resumes it; "": unknown
+    words: Sequence[str]  # the request: settings that differ from the defaults
+    command: str  # the command that resumes the run; "": unknown
     curves: Mapping[str, Curve]  # recorded CURVES and eval_loss
-    newest: Mapping[str, float]  # NEWEST, as last recorded
-    measured_bubble: float | None  # 0..1, of its timeline
-    starts: Sequence[Mapping[str, Any]]  # from status.jsonl
-    problems: Sequence[str]
-    pipeline: Planned | str  # by its settings, or the reason why it is unknown
+    newest: Mapping[str, float]  # last recorded value of each of NEWEST
+    measured_bubble: float | None  # 0..1, from the measured timeline
+    starts: Sequence[Mapping[str, Any]]  # lines of starts in status.jsonl
+    problems: Sequence[str]  # a phrase for each problem of the files
+    pipeline: Planned | str  # the planned pipeline, or the reason why it is unknown
     memory: Sequence[Mapping[str, int]]  # bytes of a device by part, for each rank; or empty
     layers: Mapping[str, LayerValues]  # LOAD and DROPPED of models with experts
 
     @property
     def speed(self) -> str | None:
-        """Return the one of SPEEDS that the run recorded."""
+        """Return the recorded key of SPEEDS, or None."""
         return next((name for name in SPEEDS if self.median(name) is not None), None)
 
     def median(self, name: str) -> float | None:
-        """Return the median of a curve, None where it has no finite value."""
+        """Return the median of a curve; None if it has no finite value."""
         return self.curves[name].median if name in self.curves else None
 
     def points(self, name: str) -> Points:
-        """Return the points of a curve, none of one that is not recorded."""
+        """Return the points of a curve; () if it is not recorded."""
         return self.curves[name].points if name in self.curves else ()
 
 
@@ -70,7 +70,7 @@ def read_run(
     notes: Sequence[str],
     pipeline: Planned | str,
 ) -> RecordedRun:
-    """Return the run in a directory; what is wrong with its files is among its problems."""
+    """Return the run in a directory; problems of its files are listed in it, not raised."""
     # 1. records
     summary, problems = run_summary(name, path), []
     curves, last = read_curves(path / "metrics.jsonl", CURVES, (*NEWEST, LOAD), problems)
@@ -100,7 +100,7 @@ def read_run(
 
 
 def _memory(path: Path, problems: list[str]) -> list[dict[str, int]]:
-    """Return the bytes of each rank by part, as the newest start recorded them."""
+    """Return the bytes of each rank by part, recorded at the newest start; [] without a record."""
     try:
         ranks = from_json(read_file(path))["ranks"]
         return [{str(part): _whole(size) for part, size in of_rank.items()} for of_rank in ranks]
@@ -118,7 +118,7 @@ def _whole(size: Any) -> int:
 
 
 def versions_of(start: Mapping[str, Any]) -> dict[str, str]:
-    """Return the recorded versions of a start."""
+    """Return the recorded package versions of a start."""
     versions = start.get("versions")
     if not isinstance(versions, dict):
         return {}

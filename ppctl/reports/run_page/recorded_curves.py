@@ -1,4 +1,4 @@
-"""The curves of a file of records, read once and thinned to the points that a figure can show."""
+"""Read curves from a file of records, thinned to the points that a figure can show."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from typing import Any, NamedTuple
 
 from ppctl.reports.run_files import read_lines, record_number
 
-BUCKETS = 1024  # of a thinned curve: two in each column of pixels of a figure
+BUCKETS = 1024  # groups of points of a thinned curve: two in a pixel column of a figure
 MOST_POINTS = 4 * BUCKETS  # curves with more are thinned
-MOST_STEP = 10**15  # exact as a float
+MOST_STEP = 10**15  # steps below this are exact as floats
 LARGEST = 1e100  # larger numbers cannot be drawn, and count as not finite
 
-COLUMNS = 128  # of numbers by layer: at least so many steps or blocks of steps
+COLUMNS = 128  # least number of blocks of numbers by layer, if there are as many steps
 MOST_LAYERS = 10_000
 
 Points = Sequence[tuple[float, float | None]]  # (step, value), ascending; None: not finite
 
 
 class Curve(NamedTuple):
-    """A recorded number over the steps; the median and the counts are of all its steps."""
+    """A recorded number over the steps. Median and counts are of all steps, not of `points`."""
 
-    points: Points  # of many: the ends; of each bucket the least, the median, the greatest, a None
+    points: Points  # if thinned: first, last; of each bucket least, median, greatest and one None
     median: float | None  # None: no finite value
-    num_lost: int = 0  # values that are not finite
-    first_lost: int | None = None  # step of the first of these
+    num_lost: int = 0  # number of values that are not finite
+    first_lost: int | None = None  # step of the first value that is not finite
 
 
 class LayerValues(NamedTuple):
-    """A recorded number of each layer: of many steps the greatest in blocks of equal size."""
+    """The greatest recorded number of each layer in each block; blocks have equally many steps."""
 
     first: int  # first recorded step
     last: Sequence[int]  # last step of each block
@@ -42,11 +42,11 @@ class LayerValues(NamedTuple):
 
 
 def read_layers(path: Path, name: str) -> LayerValues | None:
-    """Return the numbers by layer that a file of records has by this name, None for none."""
+    """Return the numbers by layer with this name in a file of records, or None."""
     first, last, rows = 0, array("q"), []
-    size, number = 1, 0  # steps of a block, and of all
+    size, number = 1, 0  # steps of a block, steps so far
     for record in read_lines(path, []):
-        # 1. a step's numbers
+        # 1. the numbers of a step
         step, values = record.get("step"), record.get(name)
         if type(step) is not int or not 0 <= step < MOST_STEP or not isinstance(values, list):
             continue
@@ -54,7 +54,7 @@ def read_layers(path: Path, name: str) -> LayerValues | None:
         row = [nan if n is None or not abs(n) < LARGEST else n for n in numbers]
         if rows and len(row) != len(rows[0]):
             continue
-        # 2. their block
+        # 2. the block of the step; blocks double in size when there are 2 * COLUMNS
         if number % size == 0:
             rows.append(row)
             last.append(step)
@@ -74,9 +74,10 @@ def _greatest(a: Sequence[float], b: Sequence[float]) -> list[float]:
 def read_curves(
     path: Path, names: Sequence[str], newest_of: Sequence[str], problems: list[str]
 ) -> tuple[dict[str, Curve], dict[str, Any]]:
-    """Return the recorded curves of these names, and the newest values of `newest_of`.
+    """Return the recorded curves of `names`, and the newest values of `newest_of`.
 
-    The file is read once, with 16 bytes for each value. What is wrong is added to `problems`.
+    Reads the file once, and needs 16 bytes for each value. Adds a phrase to `problems` for each
+    kind of faulty record.
     """
     # 1. the records
     columns = [(name, array("q"), array("d")) for name in names]
@@ -106,15 +107,15 @@ def read_curves(
         if steps:
             curves[name], is_ordered = _curve(steps, values)
             if not is_ordered:
-                problem = "are not in order, or there twice: of each the last line counts"
+                problem = "are out of order or repeated: the last line of a step counts"
                 problems.append(f"steps of {path.name} {problem}")
     return curves, newest
 
 
 def _curve(steps: array[int], values: array[float]) -> tuple[Curve, bool]:
-    """Return the curve of these points, and whether their steps ascend as recorded."""
+    """Return the curve of these points, and whether their steps ascend strictly."""
     is_ordered = all(map(lt, steps, islice(steps, 1, None)))
-    if not is_ordered:  # of a repeated step the last value
+    if not is_ordered:  # sort; the last value of a repeated step wins
         points = sorted(dict(zip(steps, values, strict=True)).items())
         steps, values = array("q", [x for x, _ in points]), array("d", [y for _, y in points])
     known = [value if -LARGEST < value < LARGEST else None for value in values]
@@ -129,8 +130,8 @@ def _curve(steps: array[int], values: array[float]) -> tuple[Curve, bool]:
 
 
 def _thinned(values: Sequence[float | None]) -> tuple[Sequence[int], float | None]:
-    """Return the ascending places of the points that are kept, and the median of all."""
-    import numpy as np  # only for long runs: `ppctl runs show` of others starts without it
+    """Return the ascending indices of the points to keep, and the median of all values."""
+    import numpy as np  # only for long runs: `ppctl runs show` starts faster without it
 
     y = np.array(values, float)
     is_finite = np.isfinite(y)

@@ -1,4 +1,4 @@
-"""Reports of runs: where one may be written, the numbers as JSON, and the page of several runs."""
+"""Reports of runs: the path of the page, the numbers as JSON, and the page of several runs."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -17,19 +17,19 @@ from ppctl.reports.terminal_output import check_file, show_json, write_file
 
 FILE = "report.html"
 NONE = "&ndash;"
-COLUMNS = (  # numbers, shown where a run has them
+COLUMNS = (  # numbers of the table; a column needs at least one value
     *("eval_loss", "step_time_s", *kit.SPEEDS, "mfu_fraction", "memory_bytes"),
     *("ideal_bubble_fraction", "predicted_bubble_fraction", "measured_bubble_fraction"),
 )
 ABOUT = (
     "Seconds of a step and speed are medians. Memory: of the fullest device, as compiled. "
-    "Bubble: predicted; measured: of a timeline (run.timeline=true)."
+    "Bubble, measured: of a timeline (run.timeline=true)."
 )
-Differ = Mapping[str, Sequence[str | None]]  # by setting: its value in each run
+Differ = Mapping[str, Sequence[str | None]]  # values in each run, by setting
 
 
 def place_of(out: str | None, paths: Sequence[Path]) -> Path:
-    """Return the file of a report of the runs in these directories, or raise ConfigError."""
+    """Return the path of the report on the runs in `paths`. ConfigError if it cannot be written."""
     file = Path(out) if out is not None else paths[0] / FILE if len(paths) == 1 else Path(FILE)
     named = f"--out {file}" if out is not None else str(file)
     if file.suffix != ".html":
@@ -39,13 +39,13 @@ def place_of(out: str | None, paths: Sequence[Path]) -> Path:
         raise ConfigError(f"{named} is a link to {target}. Name a file: --out FILE.html.")
     check_file(named, file)
     if file.exists() and not _is_ours(file):
-        what = "there is such a file, which is no report of ppctl"
+        what = "the file exists and is not a report of ppctl"
         raise ConfigError(f"{named}: {what}. Move it away, or name another.")
     return file
 
 
 def write_report(runs: Sequence[RecordedRun], file: Path, *, as_json: bool) -> int:
-    """Write the report of runs to a file that `place_of` gave; return 0."""
+    """Write the report on runs to the file of `place_of`; return 0."""
     configs = [run.summary.config for run in runs]
     differ = differing_settings(configs, [run.words for run in runs])
     page = run_page(runs[0], file) if len(runs) == 1 else compare_page(runs, differ, file)
@@ -60,7 +60,7 @@ def write_report(runs: Sequence[RecordedRun], file: Path, *, as_json: bool) -> i
 
 
 def _is_ours(file: Path) -> bool:
-    """Return whether a file is a report, which may be written again."""
+    """Return whether a file is a report of ppctl, which may be overwritten."""
     with suppress(OSError):
         return file.is_file() and MARK.encode() in file.read_bytes()
     return False
@@ -70,14 +70,14 @@ def _is_ours(file: Path) -> bool:
 
 
 def compare_page(runs: Sequence[RecordedRun], differ: Differ, file: Path) -> str:
-    """Return the text of the page; `file`: where it will stand."""
+    """Return the text of the page. file: the page's path, for relative links."""
     # 1. curves of the first runs
     names = [Path(run.summary.name).name for run in runs]
     labels = [printable(f"{number} {name}") for number, name in enumerate(names, 1)]
     figures = kit.figures(figures_of(runs[:MOST_LINES], labels[:MOST_LINES]))
     few = f"The first {MOST_LINES} runs. Name others to see theirs: ppctl report RUN RUN ..."
     about = kit.soft(few) if figures and len(runs) > MOST_LINES else ""
-    # 2. warnings, equal ones of several runs as one
+    # 2. warnings; equal ones of several runs share a line
     whose: dict[str, list[str]] = {}
     for run in runs:
         for each in warnings_of(run):
@@ -94,7 +94,7 @@ def compare_page(runs: Sequence[RecordedRun], differ: Differ, file: Path) -> str
 
 
 def _table(runs: Sequence[RecordedRun], differ: Differ, file: Path) -> str:
-    """Return a row for each run: its name, which leads to its page or directory, and numbers."""
+    """Return a table of runs: a link to the report or directory, settings, state and numbers."""
     columns = [name for name in COLUMNS if any(_number(run, name) is not None for run in runs)]
     rows = []
     for index, run in enumerate(runs):

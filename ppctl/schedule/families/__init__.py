@@ -1,1 +1,1 @@
-"""One file a schedule family, and the registry of them."""
+"""Schedule families, one file each, and their registry."""

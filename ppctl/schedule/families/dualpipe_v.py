@@ -5,19 +5,19 @@ from ppctl.schedule.ir import Schedule, Task
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
-    """DualPipeV: one direction of DualPipe folded into a V, few weight gradients split off.
+    """Return DualPipeV: one direction of DualPipe folded into a V, with few split backwards.
 
-    Makespan m(F+I+W) + (p-1)F/2 at F = I = W and m >= 2p; peak activations p + 1/2, and m at most.
-    p = num_ranks. The forward and the backward that DualPipe runs at once are neighbours; weight
-    gradients are split off only where ranks would idle. Fewer microbatches than 2p run in the order
-    of 2p without the others.
+    Makespan m(F+I+W) + (p-1)F/2 at F = I = W and m >= 2p; peak activations p + 1/2, at most m.
+    p = num_ranks. A forward and a backward that DualPipe overlaps are neighbours in the order.
+    Backwards are split only where ranks would idle. For m < 2p it is the schedule of 2p
+    microbatches without those above m.
     Source: DeepSeek-V3, arXiv 2412.19437, figure 5; DualPipeV by Sea AI Lab ("cut in half") and
-    github.com/deepseek-ai/DualPipe, whose eight steps these are.
+    github.com/deepseek-ai/DualPipe, with the same eight steps.
     """
     full = max(2 * num_ranks, num_microbatches)
     ranks: list[tuple[Task, ...]] = []
     for r in range(num_ranks):
-        below = num_ranks - 1 - r  # ranks between this one and the turn
+        below = num_ranks - 1 - r  # number of ranks after this one on the way down
         program = RankProgram(down=r, up=2 * num_ranks - 1 - r)
         # 1-3: fill the pipeline, down, then both ways, then up with the first backwards
         program.add(2 * below, "F down")
@@ -26,7 +26,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
         # 4-5: the steady state, then without new microbatches
         program.add(full - 2 * num_ranks + r + 1, "F down", "B up", "F up", "B down")
         program.add(below, "B up", "F up", "B down")
-        # 6: backwards only, both ways; the second half of them puts off its weight gradients
+        # 6: backwards only, both ways; their second half delays its weight gradients
         steps = ("B up", "B down") * (r + 1)
         program.add(1, *steps[: r + 1], *(step.replace("B", "I") for step in steps[r + 1 :]))
         # 7-8: input gradients as they arrive, weight gradients between and after them

@@ -1,6 +1,6 @@
-"""The record of a schedule family: a generator, and the facts for tables, searches and config.
+"""The record of a schedule family: a generator, and facts for tables, searches and config.
 
-Facts that a schedule shows (a split backward, its placement) come from a generated sample.
+Facts that are visible in a schedule (split backward, placement) come from a generated sample.
 """
 
 import inspect
@@ -14,14 +14,14 @@ from ppctl.schedule.families.formulas import Formula, FormulaInputs
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.tick_table import why_not
 
-SAMPLE_SIZE = (4, 8)  # ranks and microbatches of each family's sample: all families serve them
-WARMUP_HOPS = (1.0, 1.5, 2.0)  # that searches try
+SAMPLE_SIZE = (4, 8)  # ranks and microbatches of samples; every family supports them
+WARMUP_HOPS = (1.0, 1.5, 2.0)  # values that searches try
 
 KnobValues = Mapping[str, float]
 
 
 def each_num_chunks(max_chunks: int) -> Sequence[KnobValues]:
-    """Return every number of chunks from 2 to the most.
+    """Return the knobs with each number of chunks from 2 to max_chunks.
 
     >>> each_num_chunks(3)
     [{'num_chunks': 2}, {'num_chunks': 3}]
@@ -31,12 +31,12 @@ def each_num_chunks(max_chunks: int) -> Sequence[KnobValues]:
 
 @dataclass(frozen=True)
 class Family:
-    """One schedule family. `generate(num_ranks, num_microbatches, **knobs)` makes its schedules.
+    """A schedule family. `generate(num_ranks, num_microbatches, **knobs)` makes its schedules.
 
-    published: year and month of the paper, the order of tables. bubble_s, peak: the closed forms of
-    the generator's docstring, None where they do not hold. searched_knobs: from the most chunks a
-    rank to the knobs that searches try. also_called: names in papers and other tools, compared with
-    a wrong name.
+    published: year and month of the paper, which sort the tables. bubble_s, peak: the closed forms
+    in the generator's docstring; None outside their domain. searched_knobs: function from the most
+    chunks on a rank to the knobs that searches try. also_called: names in papers and other tools,
+    for the message about an unknown family.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Family:
         return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
 
     def knobs_for(self, num_chunks: int) -> dict[str, int]:
-        """Return the knobs for num_chunks chunks a rank, if the number can be set."""
+        """Return the knobs for num_chunks chunks a rank; {} if the family has no such knob."""
         return {"num_chunks": num_chunks} if "num_chunks" in self.knobs else {}
 
     @cached_property
@@ -64,7 +64,7 @@ class Family:
 
     @property
     def num_chunks(self) -> int:
-        """Return the stages a rank, with the default knobs."""
+        """Return the number of chunks (stages) on each rank, with the default knobs."""
         return self.sample.num_chunks
 
     @cached_property
@@ -80,7 +80,7 @@ class Family:
     def makespan_s(
         self, num_ranks: int, num_microbatches: int, costs: Costs, **knobs: Any
     ) -> float | None:
-        """Return the seconds by the closed form for equal stages, None where it does not hold."""
+        """Return the closed-form makespan of equal stages in seconds; None outside its domain."""
         if any(isinstance(value, tuple) for value in vars(costs).values()):
             return None
         inputs = FormulaInputs(num_ranks, num_microbatches, costs, **knobs)
@@ -88,5 +88,5 @@ class Family:
         return None if bubble_s is None else inputs.m * inputs.work_s + bubble_s
 
     def peak_activations(self, num_ranks: int, num_microbatches: int, **knobs: Any) -> float | None:
-        """Return the fullest rank's activations by the closed form, None where it does not hold."""
+        """Return the closed-form peak activations of the fullest rank; None outside its domain."""
         return self.peak(FormulaInputs(num_ranks, num_microbatches, Costs(), **knobs))

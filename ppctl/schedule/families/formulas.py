@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from ppctl.errors import ScheduleError
 from ppctl.schedule.costs import Costs
 
-SMALL_HOP = 0.3  # latency relative to F and to B up to which the formulas of 1F1B hold
+SMALL_HOP = 0.3  # largest latency, relative to F and to B, in the formulas of 1F1B
 
 
 @dataclass(frozen=True)
 class FormulaInputs:
-    """p, m and the knobs of every family; F, I, W and c in seconds."""
+    """Inputs of closed forms: sizes, costs (F, I, W and a transfer c, in seconds) and all knobs."""
 
-    p: int
-    m: int
+    p: int  # number of ranks
+    m: int  # number of microbatches
     costs: Costs
     num_chunks: int = 1
     num_waves: int = 1
@@ -36,7 +36,7 @@ class FormulaInputs:
 
     @property
     def warmup(self) -> int:
-        """Return rank 0's forwards before its first backward that hide transfers: floor(h(p-1))."""
+        """Return rank 0's warm-up forwards, those of further chunks excluded: floor(h(p-1))."""
         return floor_hops(self.warmup_hops, self.p - 1)
 
     @property
@@ -62,33 +62,33 @@ Formula = Callable[[FormulaInputs], float | None]
 def only_if(
     holds: Callable[[FormulaInputs], bool], formula: Callable[[FormulaInputs], float]
 ) -> Formula:
-    """Return `formula` where it holds, None elsewhere."""
+    """Return `formula`, changed to return None outside its domain `holds`."""
     return lambda s: formula(s) if holds(s) else None
 
 
 def fill_and_drain_s(s: FormulaInputs) -> float:
-    """Return (p-1)(F+B), with transfers: F and B of a microbatch on all ranks but one."""
+    """Return the bubble of filling and draining the pipeline, in seconds: (p-1)(F+B+2c)."""
     return (s.p - 1) * (s.work_s + 2 * s.costs.transfer_s)
 
 
 def looped_bubble_s(s: FormulaInputs) -> float:
-    """Return the same for stages of V chunks a rank: (p-1)(F+B)/V."""
+    """Return the bubble with V looped chunks a rank, in seconds: (p-1)(F+B)/V."""
     return (s.p - 1) * s.work_s / s.num_chunks
 
 
 def zero_bubble_s(s: FormulaInputs) -> float:
-    """Return the idle seconds where weight gradients fill gaps: (p-1) max(F+I-W, F, I)/V."""
+    """Return the bubble if weight gradients fill gaps, in seconds: (p-1) max(F+I-W, F, I)/V."""
     f, i, w = s.fiw
     return (s.p - 1) * max(f + i - w, f, i) / s.num_chunks
 
 
 def forward_trip_s(s: FormulaInputs) -> float:
-    """Return the seconds of a forward to the last rank: (p-1)F."""
+    """Return the time of a forward to reach the last rank, in seconds: (p-1)F."""
     return (s.p - 1) * s.fiw[0]
 
 
 def peak_of_1f1b(s: FormulaInputs) -> float:
-    """Return min(m, p)."""
+    """Return the peak activations of 1F1B: min(m, p)."""
     return min(s.m, s.p)
 
 
@@ -100,7 +100,7 @@ def require_at_least(name: str, what: str, value: int, least: int) -> None:
 
 
 def require_multiple_of_ranks(name: str, num_microbatches: int, num_ranks: int) -> None:
-    """Raise ScheduleError for microbatches that do not fill groups of p."""
+    """Raise ScheduleError unless num_microbatches is a multiple of num_ranks."""
     if num_microbatches % num_ranks:
         what = f"num_microbatches={num_microbatches} is not a multiple of num_ranks={num_ranks}"
         use = f"Use a multiple of {num_ranks} that divides the batch, or schedule=1f1b."

@@ -7,17 +7,17 @@ from ppctl.schedule.ir import Schedule, Task
 
 
 def gis(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2) -> Schedule:
-    """PipeOffload's group-interleaved schedule (GIS): interleaved 1F1B in groups of p/2.
+    """Return PipeOffload's group-interleaved schedule (GIS): interleaved 1F1B in groups of p/2.
 
     Bubble 5p/4 - 1 at F = I = W = 1, V = 2, even p >= 4 and m a multiple of g; peak activations
     3p/4 (even p). p = num_ranks, V = num_chunks, g = ceil(p/2).
-    Source: Wan et al. 2025, arXiv 2503.01328, section 3.2: a building block in which a microbatch
-    moves down one rank a tick and back up one rank in three, repeated every 3Vg ticks, then
-    squeezed.
+    Source: Wan et al. 2025, arXiv 2503.01328, section 3.2. In its building block a microbatch moves
+    down one rank a tick and back up one rank in three ticks. The block is repeated every 3Vg ticks,
+    then squeezed.
     """
     require_at_least("gis", "num_chunks", num_chunks, 1)
     size = (num_ranks + 1) // 2
-    # the building block of each microbatch, unrolled; then the tasks of a rank by tick
+    # unroll the building block for each microbatch; sort the tasks of a rank by tick
     ranks: list[tuple[Task, ...]] = []
     for r in range(num_ranks):
         cells: list[tuple[int, Task]] = []  # tick, task

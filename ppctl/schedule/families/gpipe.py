@@ -7,7 +7,7 @@ from ppctl.schedule.ir import Schedule
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
-    """GPipe: every forward, then every backward in reverse.
+    """Return the GPipe schedule: all forwards, then all backwards in reverse order.
 
     Bubble (p-1)(F+B); bubble fraction (p-1)/(m+p-1); peak activations m on every rank.
     p = num_ranks, m = num_microbatches, F and B = seconds of a microbatch through 1/p of the model.

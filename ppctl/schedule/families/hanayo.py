@@ -7,13 +7,13 @@ from ppctl.schedule.ir import Schedule, Task
 
 
 def hanayo(num_ranks: int, num_microbatches: int, *, num_waves: int = 1) -> Schedule:
-    """Hanayo: 2w chunks a rank, placed down and back up w times, backwards before forwards.
+    """Return the Hanayo schedule: w waves of two chunks a rank, backwards before forwards.
 
     Bubble (p-1)(F+B)/(2w) at F = B and m a multiple of p; longer, and growing with m, at B = 2F.
     Peak activations min(m, p). p = num_ranks, w = num_waves.
     Source: Liu et al. 2023, arXiv 2308.15762, section 3 (placement and rule; the paper prints no
-    order). The order is that of ranks that run a task a tick, backwards before forwards, and old
-    microbatches before new ones.
+    order). Each rank runs one ready task a tick: backwards before forwards, old microbatches before
+    new ones.
     """
     require_at_least("hanayo", "num_waves", num_waves, 1)
     rank_of = waves(num_ranks, num_waves)
@@ -29,7 +29,7 @@ def hanayo(num_ranks: int, num_microbatches: int, *, num_waves: int = 1) -> Sche
         offer(Task(0, "F", m))
     while any(ready):
         ran = [(r, heapq.heappop(queue)[2]) for r, queue in enumerate(ready) if queue]
-        for r, task in ran:  # one a rank; its values can be read in the next tick
+        for r, task in ran:  # one task a rank; its values can be read in the next tick
             ranks[r].append(task)
             stage, kind, m = task
             if kind == "F":
@@ -40,7 +40,7 @@ def hanayo(num_ranks: int, num_microbatches: int, *, num_waves: int = 1) -> Sche
 
 
 def _is_even(s: FormulaInputs) -> bool:
-    """Return whether F = B, transfers are free and rounds of p microbatches are full."""
+    """Return whether F = B, transfers are free and m is a multiple of p."""
     f, i, w = s.fiw
     return s.is_free and f == i + w and s.m % s.p == 0
 

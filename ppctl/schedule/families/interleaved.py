@@ -15,7 +15,7 @@ from ppctl.schedule.ir import Kind, Schedule, Task
 def interleaved(
     num_ranks: int, num_microbatches: int, *, num_chunks: int = 2, warmup_hops: float = 2
 ) -> Schedule:
-    """Megatron-LM's interleaved 1F1B: V chunks a rank, microbatches in groups of p.
+    """Return Megatron-LM's interleaved 1F1B: V chunks a rank, microbatches in groups of p.
 
     Bubble (p-1)(F+B)/V; peak activations p + (h-1)(p-1)/V at most (units: one microbatch through
     1/p of the model). p = num_ranks, V = num_chunks, h = warmup_hops in [1, 2]: rank r's warm-up is
@@ -39,8 +39,9 @@ def alternating(
 ) -> Schedule:
     """Return the schedule of ranks that alternate forwards and backwards after a warm-up.
 
-    Rank r's warm-up is floor(h(p-1-r)) + (V-1)p chunks. Backwards run the chunks from the last to
-    the first. is_split: a backward is an I, and its W follows h*r backwards later.
+    Rank r's warm-up is floor(h(p-1-r)) + (V-1)p forwards of chunks, with h = warmup_hops. Backwards
+    run the chunks from the last to the first. is_split: backwards are split; on rank r the W of an
+    I runs h*r backwards after it.
 
     >>> [" ".join(map(str, tasks)) for tasks in alternating("1f1b", 2, 2).ranks]
     ['0F0 0F1 0B0 0B1', '1F0 1B0 1F1 1B1']
@@ -49,11 +50,11 @@ def alternating(
     total, ranks = len(order), list[tuple[Task, ...]]()
     for r in range(num_ranks):
         forwards = [Task(chunk * num_ranks + r, "F", m) for chunk, m in order]
-        last = (num_chunks - 1) * num_ranks + 2 * r  # of stages of an F and a B in the same place
+        last = (num_chunks - 1) * num_ranks + 2 * r  # sum of the rank's first and last stage index
         kind: Kind = "I" if is_split else "B"
         backwards = [Task(last - stage, kind, m) for stage, _, m in forwards]
         warmup = hops_floor(name, warmup_hops, num_ranks - 1 - r) + (num_chunks - 1) * num_ranks
-        # with few microbatches a delay longer than r only puts W past the end of the others' work
+        # with few microbatches a delay above r would only move W past the other ranks' end
         delay = min(int(warmup_hops * r), r + max(0, total - num_ranks)) if is_split else total
         tasks = forwards[:warmup]
         for k, backward in enumerate(backwards):
@@ -67,7 +68,7 @@ def alternating(
 
 
 def chunk_order(num_microbatches: int, num_chunks: int, group_size: int) -> list[tuple[int, int]]:
-    """Return (chunk, microbatch) in the order of a rank's forwards: each group through all chunks.
+    """Return (chunk, microbatch) of a rank's forwards in order: each group through all chunks.
 
     >>> chunk_order(4, 2, 2)
     [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3)]

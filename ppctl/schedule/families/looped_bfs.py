@@ -5,11 +5,11 @@ from ppctl.schedule.ir import Schedule, Task
 
 
 def looped_bfs(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2) -> Schedule:
-    """Breadth-first looped pipeline: all microbatches through a chunk, then through the next one.
+    """Return the breadth-first schedule: all microbatches through a chunk, then the next chunk.
 
-    Bubble (p-1)(F+B)/V for m >= p, and the least sensitive of the looped schedules to transfer
-    latency; below, each of the V-1 turns to the next chunk waits (p-m)(F+B)/V more. Peak
-    activations m. Backwards run in reverse. p = num_ranks, V = num_chunks.
+    Bubble (p-1)(F+B)/V for m >= p; for m < p each of the V-1 changes to the next chunk waits
+    (p-m)(F+B)/V more. Peak activations m. Of the looped schedules it is the least sensitive to
+    transfer latency. Backwards run in reverse order. p = num_ranks, V = num_chunks.
     Source: Lamy-Poirier 2023, arXiv 2211.05953, figure 2d.
     """
     require_at_least("looped_bfs", "num_chunks", num_chunks, 1)

@@ -5,7 +5,7 @@ from ppctl.schedule.ir import Schedule
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
-    """1F1B: a rank starts its first backward as early as it can, then alternates.
+    """Return the 1F1B schedule: a rank starts backwards as early as it can, then alternates.
 
     Bubble (p-1)(F+B); peak activations min(m, p-r) on rank r: p at most, whatever m.
     Source: PipeDream-flush, arXiv 2006.09503; DAPPLE, Fan et al. 2021, arXiv 2007.01045.
@@ -14,18 +14,18 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def eager_1f1b(num_ranks: int, num_microbatches: int, *, warmup_hops: float = 2) -> Schedule:
-    """Eager 1F1B: a longer warm-up than 1F1B, floor(h(p-1-r)) forwards, h = warmup_hops in [1, 2].
+    """Return eager 1F1B: a warm-up of floor(h(p-1-r)) forwards, h = warmup_hops in [1, 2].
 
     Bubble (p-1)(F+B), with h = 2 at any transfer latency; peak activations min(m,
-    floor(h(p-1-r))+1) on rank r: 2p-1 at most with h = 2, where no forward waits for the backward
-    of the same step, and those of 1F1B with h = 1.
-    Source: Zhuang et al. 2022, arXiv 2211.05322 (h = 2); the h between by simulation.
+    floor(h(p-1-r))+1) on rank r: 2p-1 at most with h = 2, p as in 1F1B with h = 1. With h = 2 no
+    forward waits for the backward of the same step.
+    Source: Zhuang et al. 2022, arXiv 2211.05322 (h = 2); other h by simulation.
     """
     return alternating("eager_1f1b", num_ranks, num_microbatches, warmup_hops=warmup_hops)
 
 
 def _alternation_s(s: FormulaInputs) -> float:
-    """Return the bubble of 1F1B: latency counts in a trip and back, and once a later round of p."""
+    """Return the bubble of 1F1B, seconds: (p-1)(F+B) + 2c(p-1) + 2c floor((m-1)(p-1)/p)."""
     trips = (s.p - 1) + (s.m - 1) * (s.p - 1) // s.p
     return (s.p - 1) * s.work_s + 2 * s.costs.transfer_s * trips
 

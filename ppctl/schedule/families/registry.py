@@ -1,10 +1,11 @@
-"""Every schedule family that ppctl ships: the records of the modules of this package.
+"""The registry of schedule families: the records of all modules in this package.
 
-A new family is one file in this folder with a generator and its record (`FAMILIES`),
+A new family needs one file in this folder with a generator and its record (`FAMILIES`),
 conf/schedule/<name>.yaml and a golden file.
 
-Left out: Chimera and DualPipe, which hold each stage on two ranks. `rank_of` gives a stage one, and
-a second copy would be a special case in validation, transfers and memory. DualPipeV needs none.
+Left out: Chimera and DualPipe, which hold each stage on two ranks. `rank_of` gives a stage one
+rank, and a second copy would be a special case in validation, transfers and memory. DualPipeV holds
+one copy.
 """
 
 import inspect
@@ -35,15 +36,15 @@ def _discover() -> dict[str, Family]:
 
 
 FAMILIES = _discover()
-BASELINE = "1f1b"  # all that one rank needs, and the one to name where several do the same
+BASELINE = "1f1b"  # family for one rank, and for ties of equal schedules
 
-# the families that executor=spmd runs; those of them that it runs in forward-backward ticks
+# families that executor=spmd runs; those among them with forward-backward ticks
 ON_RING = tuple(family.name for family in FAMILIES.values() if family.runs_on_ring)
 LOOPED_WHOLE = tuple(name for name in ON_RING if runs_in_fb_ticks(FAMILIES[name].sample))
 
 
 def also_called(name: str) -> list[str]:
-    """Return the families with this name in papers or other tools.
+    """Return the families that have this name in papers or other tools.
 
     >>> also_called("Zero-Bubble")
     ['zb_h1', 'zb_v']
@@ -60,7 +61,7 @@ class FamilyWithKnobs:
     knobs: Mapping[str, float]
 
     def build(self, num_ranks: int, num_microbatches: int) -> Schedule:
-        """Return its validated schedule. ScheduleError for sizes it cannot serve."""
+        """Return the validated schedule. ScheduleError for unsupported sizes."""
         require_at_least(self.name, "num_ranks", num_ranks, 1)
         require_at_least(self.name, "num_microbatches", num_microbatches, 1)
         made = FAMILIES[self.name].generate(num_ranks, num_microbatches, **self.knobs)
@@ -68,9 +69,14 @@ class FamilyWithKnobs:
 
 
 def family(name: str, **knobs: Any) -> FamilyWithKnobs:
-    """Return a schedule family with its settings, for `ppctl.pipeline` with any mesh.
+    """Return a schedule family with its settings, to pass to `ppctl.pipeline` with any mesh.
 
-    ScheduleError for an unknown family or setting.
+    Args:
+        name: a family that `ppctl schedule list` prints, such as "interleaved".
+        knobs: settings of the family, such as num_chunks=2; others keep the family's defaults.
+
+    Raises:
+        ScheduleError: for an unknown family or setting, or a setting of the wrong type.
 
     >>> family("interleaved", num_chunks=2).build(num_ranks=2, num_microbatches=4).num_stages
     4
@@ -92,7 +98,16 @@ def family(name: str, **knobs: Any) -> FamilyWithKnobs:
 
 
 def build(name: str, num_ranks: int, num_microbatches: int, **knobs: Any) -> Schedule:
-    """Return the validated schedule of a family. ScheduleError for sizes it cannot serve.
+    """Return the validated schedule of a family.
+
+    Args:
+        name: a family that `ppctl schedule list` prints, such as "1f1b".
+        num_ranks: p, the number of pipeline ranks.
+        num_microbatches: m, the number of microbatches in a step.
+        knobs: settings of the family, as in `family`.
+
+    Raises:
+        ScheduleError: for an unknown family or setting, or sizes that the family does not support.
 
     >>> [str(task) for task in build("1f1b", 2, 2).ranks[1]]
     ['1F0', '1B0', '1F1', '1B1']

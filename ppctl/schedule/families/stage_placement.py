@@ -1,4 +1,4 @@
-"""Which rank holds which stage, and programs of ranks as the papers write them."""
+"""Placements of stages on ranks, and rank programs in the notation of the papers."""
 
 from collections import Counter
 
@@ -6,7 +6,7 @@ from ppctl.schedule.ir import Task
 
 
 def loop(num_ranks: int, num_chunks: int = 1) -> tuple[int, ...]:
-    """Return rank_of for stages dealt round the ranks: stage s on rank s mod p (2104.04473, s2.2).
+    """Return each stage's rank in a loop: stage s on rank s mod p (arXiv 2104.04473, section 2.2).
 
     >>> loop(2, 2)
     (0, 1, 0, 1)
@@ -15,7 +15,7 @@ def loop(num_ranks: int, num_chunks: int = 1) -> tuple[int, ...]:
 
 
 def v_shape(num_ranks: int) -> tuple[int, ...]:
-    """Return rank_of for two chunks a rank, down and back up: rank min(s, 2p-1-s) (2405.15362).
+    """Return each stage's rank in a V: stage s on rank min(s, 2p-1-s) (arXiv 2405.15362).
 
     >>> v_shape(3)
     (0, 1, 2, 2, 1, 0)
@@ -24,7 +24,7 @@ def v_shape(num_ranks: int) -> tuple[int, ...]:
 
 
 def waves(num_ranks: int, num_waves: int) -> tuple[int, ...]:
-    """Return rank_of for 2w chunks a rank, w times down and back up (Hanayo, 2308.15762).
+    """Return each stage's rank in num_waves waves down the ranks and back up (arXiv 2308.15762).
 
     >>> waves(2, 2)
     (0, 1, 1, 0, 0, 1, 1, 0)
@@ -33,7 +33,7 @@ def waves(num_ranks: int, num_waves: int) -> tuple[int, ...]:
 
 
 class RankProgram:
-    """The tasks of a rank with one stage on the way `down`, one `up`. Microbatches are counted.
+    """The program of a rank with a stage on the way `down` and one `up`; it counts microbatches.
 
     >>> program = RankProgram(down=0, up=3)
     >>> program.add(2, "F down")
@@ -44,14 +44,14 @@ class RankProgram:
 
     def __init__(self, down: int, up: int) -> None:
         self.stage = {"down": down, "up": up}
-        self.count: Counter[str] = Counter()  # by kind and way; a B counts as an I and a W
-        self.pending: list[str] = []  # ways of the I whose W is to come, oldest first
+        self.count: Counter[str] = Counter()  # tasks by kind and way; a B counts as an I and a W
+        self.pending: list[str] = []  # ways of each I whose W is missing, oldest first
         self.tasks: list[Task] = []
 
     def add(self, times: int, *steps: str) -> None:
-        """Append `steps`, such as "F down", `times` over, each for its next microbatch.
+        """Append `steps`, such as "F down", `times` times, each for its next microbatch.
 
-        "W" alone is the weight gradient that has waited longest, whichever way.
+        A step "W" without a way is the oldest missing weight gradient.
         """
         for _ in range(times):
             for step in steps:

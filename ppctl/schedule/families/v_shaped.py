@@ -5,10 +5,10 @@ from ppctl.schedule.search.building_blocks import repeated, squeezed
 
 
 def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
-    """V-Half: half the activations of 1F1B for half its bubble.
+    """Return V-Half, a V schedule with half the activations and half the bubble of 1F1B.
 
     Bubble (3p-7)/2 at F = I = W = 1 and even p >= 4, m >= p; peak activations floor((p+2)/2). p =
-    num_ranks. Needs a true split of the backward: with whole backwards it is slower than 1F1B.
+    num_ranks. Needs a true split of the backward: with unsplit ones it is slower than 1F1B.
     Source: Qi et al. 2024, arXiv 2405.15362, section 3.3 and figure 4.
     """
     p = num_ranks
@@ -20,11 +20,11 @@ def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
-    """V-Min: a third of the activations of 1F1B, the least of a V without growing bubble.
+    """Return V-Min: a third of 1F1B's activations, the least for a V whose bubble is constant in m.
 
     Bubble 2p-5/2 (p not a multiple of 3) or 2p-7/2 at F = I = W = 1, growing with m at other
     ratios; peak activations floor((p+4)/3). p = num_ranks. Needs a true split of the backward: with
-    whole backwards it is slower than 1F1B.
+    unsplit ones it is slower than 1F1B.
     Source: Qi et al. 2024, arXiv 2405.15362, section 3.3 and figure 4.
     """
     p = num_ranks

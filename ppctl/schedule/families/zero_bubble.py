@@ -14,7 +14,7 @@ from ppctl.schedule.search.building_blocks import squeezed
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
-    """ZB-H1: 1F1B with the backward split, weight gradients put off by r microbatches on rank r.
+    """Return ZB-H1: 1F1B with split backwards; rank r delays each W by r microbatches.
 
     Bubble (p-1) max(F+I-W, F, I) for m >= p; peak activations min(m, p) on every rank. p =
     num_ranks; I and W are the input- and weight-gradient halves of a backward.
@@ -24,7 +24,7 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
-    """ZB-H2: twice the warm-up and delay of ZB-H1: no rank idles between its first and last task.
+    """Return ZB-H2: twice the warm-up and delay of ZB-H1, so no rank idles between its tasks.
 
     Makespan m(F+I+W) + (p-1)F at F = I = W; period m(F+I+W) + (p-1) max(0, F+I-2W, I-F), for m >=
     2p-1. Peak activations min(m, 2p-1) on every rank. p = num_ranks.
@@ -34,7 +34,7 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def interleaved_zb(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2) -> Schedule:
-    """Interleaved 1F1B with the backward split: ZB-H1 over V chunks a rank.
+    """Return interleaved 1F1B with split backwards: ZB-H1 over V chunks a rank.
 
     Bubble (p-1) max(F+I-W, F, I)/V; peak activations p on every rank. p = num_ranks,
     V = num_chunks. ScheduleError unless num_microbatches is a multiple of p.
@@ -47,12 +47,12 @@ def interleaved_zb(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2
 
 
 def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
-    """ZB-V: two chunks a rank, placed down and back up: no rank idles or holds more than p.
+    """Return ZB-V: two chunks a rank in a V; no rank idles, or holds more than p activations.
 
     Makespan m(F+I+W) + (p-1)F/2 at F = I = W and m >= p; period m(F+I+W) at m >= 2p-1, and
     (p-1)(I-W) longer for I >= F >= W. Peak activations min(m, p) on every rank. p = num_ranks.
-    Fewer microbatches than 2p-1 run in the order of 2p-1 without the others, weight gradients moved
-    into the gaps that these leave.
+    For m < 2p-1 it is the schedule of 2p-1 microbatches without those above m; weight gradients
+    move into their gaps.
     Source: Qi et al. 2023, arXiv 2401.10241, section 6 and figure 6.
     """
     full = max(2 * num_ranks - 1, num_microbatches)
@@ -74,7 +74,7 @@ def _zb_v_steps(r: int, num_ranks: int, num_microbatches: int) -> tuple[Task, ..
     # steady state: six tasks a microbatch, no rank waits; then the same without new microbatches
     program.add(num_microbatches - program.count["F down"], "F down", *back_down, *up)
     program.add(num_microbatches - program.count["F up"], *back_down, *up)
-    # cool-down: input gradients first, weight gradients fill what is left
+    # cool-down: input gradients first, weight gradients fill the gaps
     program.add(r, "I down", "I up")
     program.add(num_ranks - r, *back_down)
     program.add(num_microbatches - program.count["W up"], "W up")
@@ -83,7 +83,7 @@ def _zb_v_steps(r: int, num_ranks: int, num_microbatches: int) -> tuple[Task, ..
 
 
 def _priority(ranks: tuple[tuple[Task, ...], ...], num_microbatches: int) -> list[list[list[int]]]:
-    """Return the step of each F and I, by rank, line of `squeezed` and microbatch."""
+    """Return the step of each F and I as the priority[rank][line][microbatch] of `squeezed`."""
     found: list[list[list[int]]] = []
     for r, tasks in enumerate(ranks):
         step = {task: t for t, task in enumerate(tasks)}

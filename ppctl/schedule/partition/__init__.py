@@ -1,1 +1,1 @@
-"""Which layers each stage holds, by counted or measured costs. Standard library only."""
+"""The partition of layers into stages, by counted or measured costs. Standard library only."""

@@ -1,7 +1,8 @@
-"""A row in contiguous parts: the least possible largest part, and the most equal parts under a cap.
+"""Contiguous parts of a row: the least possible largest part, the most equal parts under a cap.
 
-sums: the costs before each place in the row. ends: a fixed cost of each part. least: the least
-length of each part. Operations are clustered by both aims (Zheng et al. 2022, OSDI, section 5.2).
+Arguments of the functions: sums: the sum of costs before each position of the row. ends: a fixed
+cost of each part. least: the minimum length of each part. `clusters` divides the operations of a
+model by both aims (Zheng et al. 2022, OSDI, section 5.2).
 """
 
 from bisect import bisect_left
@@ -11,12 +12,12 @@ from math import inf
 
 from ppctl.errors import ConfigError, setting
 
-STEPS = 60  # of a bisection: the accuracy of a float
-TOLERANCE = 0.1  # of a cluster's cost above the least possible largest one
+STEPS = 60  # steps of a bisection, to the accuracy of a float
+TOLERANCE = 0.1  # relative excess of a cluster's cost over the least largest one
 
 
 def least_cap(sums: Sequence[float], ends: Sequence[float], least: Sequence[int]) -> float:
-    """Return the least cap on the cost of a part with which parts of the whole row exist.
+    """Return the least cap on the cost of a part that lets parts cover the row.
 
     >>> round(least_cap([0, 1, 2, 4], ends=(0, 0), least=(1, 1)), 9)
     2.0
@@ -49,16 +50,16 @@ def most_equal(
     cap: float,
     passing: Sequence[float],
 ) -> list[int] | None:
-    """Return the places at which parts begin, and the end, with the least sum of `passing`.
+    """Return the starts of parts, and the end, with the least sum of `passing`.
 
-    Then with the least sum of the squares of costs. None where no parts cost at most `cap`.
-    passing: of a part that ends at a place; inf: none may. Ties: the later places.
+    Ties: the least sum of squared costs, then later starts. None if no parts cost at most `cap`.
+    passing: the size of the values that cross a cut at each position; inf: no cut there.
     """
     last = len(sums) - 1
     best: list[tuple[float, float]] = [(0.0, 0.0)] + [(inf, inf)] * last
     starts: list[list[int]] = []
     before, after = 0, sum(least)
-    # 1. part by part: for each end the best start
+    # 1. part by part, the best start for each end
     for end, length in zip(ends, least, strict=True):
         before, after = before + length, after - length
         following, start = [(inf, inf)] * (last + 1), [-1] * (last + 1)
@@ -76,7 +77,7 @@ def most_equal(
         starts.append(start)
     if best[last][0] == inf:
         return None
-    # 2. the starts of the best, from the last part back
+    # 2. trace the starts back from the last part
     places = [last]
     for start in reversed(starts):
         places.append(start[places[-1]])
@@ -86,11 +87,12 @@ def most_equal(
 def clusters(
     costs: Sequence[float], crossing: Sequence[float], count: int, *, tolerance: float = TOLERANCE
 ) -> tuple[int, ...]:
-    """Return the positions in the operations at which each of `count` clusters starts, and the end.
+    """Return the index of the first operation of each of `count` clusters, and the end.
 
-    crossing[b]: the size that passes if a cluster starts at operation b (inf: none may). No cluster
-    costs more than 1 + tolerance times the least possible largest one; then the largest size that
-    passes is the smallest possible, then the sum of all sizes, then that of the squares of costs.
+    crossing[b]: the size of the values that a cluster starting at operation b receives; inf: no
+    start. No cluster costs more than 1 + tolerance times the least possible largest one. Within
+    this limit the largest crossing size is least, then the sum of these sizes, then the sum of
+    squared costs.
 
     >>> clusters([1, 0, 1, 1, 0, 1], [0, 4, 9, 4, 9, 9], 2)
     (0, 3, 6)
@@ -108,7 +110,7 @@ def clusters(
     at = [sums[place] for place in places]
     parts = (0.0,) * count, (1,) * count
     cap = least_cap(at, *parts) * (1 + tolerance)
-    # 2. the least limit on the sizes that pass with which a division exists
+    # 2. the least limit on crossing sizes that allows a division
     passing = [0, *(crossing[place] for place in places[1:-1]), 0]
     limits = sorted(set(passing))
 
@@ -116,14 +118,14 @@ def clusters(
         return most_equal(at, *parts, cap, [n if n <= limit else inf for n in passing])
 
     starts = divided(limits[bisect_left(limits, True, key=lambda n: divided(n) is not None)])
-    assert starts is not None, "the least largest cost is one of some division"
+    assert starts is not None, "some division has the least largest cost"
     return tuple(places[i] for i in starts)
 
 
 def _places(costs: Sequence[float], crossing: Sequence[float]) -> list[int]:
-    """Return the positions worth a look: between two costly operations the cheapest one to cut.
+    """Return the cuts to try: between each two costly operations, the cut of least crossing size.
 
-    Of equals the last, so that operations without cost, such as adding a bias, stay with the
+    Ties go to the last cut, so that operations without cost, such as adding a bias, stay with the
     product before them.
     """
     costly = [i for i, cost in enumerate(costs) if cost] or list(range(len(costs)))

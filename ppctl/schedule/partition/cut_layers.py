@@ -1,6 +1,6 @@
-"""Layers to stages by cost: the least largest stage, and the shortest step by simulation.
+"""Partitions by cost: with the least largest stage, or with the shortest simulated step.
 
-Standard library only. How far the answers are from the best: docs/derivations.md.
+Standard library only. Distance of the results from the optimum: docs/derivations.md.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,20 +18,21 @@ from ppctl.schedule.partition.partition import (
     stage_costs,
 )
 
-# of `improved`: with 0 it is 0.5% to 1.6% from the fastest on average, up to 18%; with 8 up to 6%
+# detours of `improved`: with 0 the step is 0.5% to 1.6% above the fastest on average, up to 18%;
+# with 8 up to 6%
 DETOURS = 4
-MAX_EVENED = 20_000  # partitions looked at for more equal ranks; 128 stages have 16,256 neighbours
+MAX_EVENED = 20_000  # most partitions tried to even out ranks; 128 stages have 16,256 moves
 
 
 def divided_evenly(
     layers: Sequence[float], rank_of: Sequence[int], *, embed: float, head: float
 ) -> Partition:
-    """Return contiguous layers of each stage with the least possible largest of `stage_costs`.
+    """Return contiguous layers of each stage that minimize the largest of `stage_costs`.
 
-    layers, embed, head: costs in one unit; of equal layers it is `balanced`. rank_of: the rank of
-    each stage. Ties: with one stage a rank the costs are as equal as possible, then later stages
-    are smaller; with several the largest sum over a rank's stages is small, then costs are nearly
-    equal (no move of one layer makes them more so).
+    layers, embed, head: costs in one unit; equal layers are left to `balanced`. rank_of: the rank
+    of each stage. Ties with one stage a rank: costs as equal as possible, then smaller later
+    stages. Ties with several: a small largest sum over a rank's stages, then nearly equal costs (no
+    move of one layer makes them more equal).
 
     >>> [len(stage) for stage in divided_evenly([1.0, 1.0, 2.0], (0, 1), embed=0.0, head=0.0)]
     [2, 1]
@@ -53,13 +54,13 @@ def divided_evenly(
     bounds = most_equal(sums, *parts, least_cap(sums, *parts), [0.0] * len(sums))
     assert bounds is not None, "some parts are within the least cap"
     even = partition_of(bounds)
-    # 2. several stages a rank: more equal ranks
+    # 2. if ranks hold several stages, make the ranks more equal
     num_ranks = max(rank_of) + 1
     if num_ranks == len(rank_of):
         return even
 
     def unevenness(partition: Partition) -> tuple[float, float, float]:
-        """Return the numbers to minimize: largest stage, largest sum of a rank, sum of squares."""
+        """Return the costs to minimize: largest stage, largest sum of a rank, sum of squares."""
         costs = stages_s(partition)
         of_ranks = [0.0] * num_ranks
         for rank, cost in zip(rank_of, costs, strict=True):
@@ -78,17 +79,17 @@ def improved(
 ) -> Partition:
     """Return a partition that no move of one layer makes faster, or the fastest of `max_tried`.
 
-    A move takes a layer from one stage to another, and the layers between move on by one. Moves are
-    tried from the fastest partition whose moves were not, those of unusual stages first; the first
-    that is faster than all goes on at once.
-    step_s: seconds of a step, such as the simulator's makespan, or what else orders partitions.
-    num_detours: slower partitions in a row from which moves are tried in vain.
+    A move takes a layer from one stage to another and shifts the layers between by one stage. The
+    search tries the moves of the fastest partition left, promising ones first. As soon as a move
+    gives a new fastest partition, the search goes on from that one.
+    step_s: seconds of a step, such as the simulated makespan, or another key to minimize.
+    num_detours: number of partitions in a row whose moves may all fail before the search ends.
 
     >>> [len(held) for held in improved((range(3), range(3, 4)), lambda p: len(p[0]), max_tried=9)]
     [0, 4]
     """
     needs, best, known = least_layers(len(partition)), step_s(partition), {partition}
-    waiting, detours = [(best, 0, partition)], 0  # the number settles ties: the older ones first
+    waiting, detours = [(best, 0, partition)], 0  # the number breaks ties: older ones first
     while waiting and detours <= num_detours:
         # 1. the fastest partition that is left
         seconds, number, start = heappop(waiting)
@@ -115,7 +116,7 @@ def improved(
 
 
 def _promising_first(sizes: list[int]) -> list[tuple[int, int]]:
-    """Return all moves: first from large stages, to small ones, of the first and the last stage.
+    """Return all moves; first those from large stages, to small ones, or with the first or last.
 
     >>> _promising_first([2, 2, 3, 2])[:2]
     [(0, 1), (1, 0)]
@@ -133,7 +134,7 @@ def _promising_first(sizes: list[int]) -> list[tuple[int, int]]:
 
 
 def _moves(num_stages: int) -> Iterator[tuple[int, int]]:
-    """Yield (source, target) of a layer: to the neighbouring stage first."""
+    """Yield the (source, target) stages of all moves, the nearest stages first."""
     for distance in range(1, num_stages):
         for low in range(num_stages - distance):
             yield low, low + distance

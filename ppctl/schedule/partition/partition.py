@@ -1,7 +1,7 @@
-"""Which layers each stage holds. Standard library only.
+"""Partitions: the layers of each stage. Standard library only.
 
-A middle stage needs a layer. The first, which embeds, and the last, which computes the loss, may
-have none.
+A middle stage needs a layer. The first stage, which embeds, and the last, which computes the loss,
+may be without layers.
 """
 
 import math
@@ -13,14 +13,14 @@ from itertools import accumulate, groupby, pairwise
 from ppctl.errors import ConfigError, setting
 
 Partition = tuple[range, ...]
-LETTERS = "E embedding, t layer, L loss, | next stage"  # of Megatron-LM's layout text
-MAX_LETTERS = 100_000  # of a text written out: more is a typing error
+LETTERS = "E embedding, t layer, L loss, | next stage"  # legend of Megatron-LM's layout text
+MAX_LETTERS = 100_000  # letters of an expanded text; more is a typing error
 
 _TERM = re.compile(r"\((?P<group>[^()]+)\)\*(?P<times>\d+)|(?P<letter>[EtmL|])(\*(?P<repeat>\d+))?")
 
 
 def least_layers(num_stages: int) -> list[int]:
-    """Return the number of layers that each stage needs.
+    """Return the minimum number of layers of each stage.
 
     >>> least_layers(4)
     [0, 1, 1, 0]
@@ -33,7 +33,7 @@ def _layers(number: int) -> str:
 
 
 def uniform(num_layers: int, num_stages: int) -> Partition:
-    """Return contiguous layers for each stage, sizes differing by one at most, larger ones first.
+    """Return contiguous layers for each stage; sizes differ by at most 1, larger ones first.
 
     >>> [len(layers) for layers in uniform(10, 4)]
     [3, 3, 2, 2]
@@ -70,12 +70,12 @@ def stage_costs(
 
 
 def balanced(num_layers: int, rank_of: Sequence[int], *, embed: float, head: float) -> Partition:
-    """Return contiguous layers for each stage with the least possible largest of `stage_costs`.
+    """Return contiguous layers for each stage that minimize the largest of `stage_costs`.
 
     rank_of: the rank of each stage. Ties: the least largest sum over a rank's stages, then costs as
-    equal as possible, then the larger stages first, or last where ranks hold several. Exact: see
-    docs/derivations.md, "Balanced partitions of equal layers", also for the distance from the
-    fastest partition.
+    equal as possible, then larger stages first, or last if ranks hold several. The minimum is
+    exact; proof, and distance from the fastest partition: docs/derivations.md, "Balanced partitions
+    of equal layers".
 
     >>> [len(layers) for layers in balanced(10, (0, 1, 2, 3), embed=0.0, head=1.6)]
     [3, 3, 3, 1]
@@ -95,7 +95,7 @@ def balanced(num_layers: int, rank_of: Sequence[int], *, embed: float, head: flo
     rank_sizes = [sum(least[s] for s in stages if rank_of[s] == rank) for rank in ranks]
     rank_most = [sum(most[s] for s in stages if rank_of[s] == rank) for rank in ranks]
     rank_most = _most(num_layers, rank_ends, rank_sizes, rank_most)
-    # 2. layer by layer to the cheapest stage with room
+    # 2. give each further layer to the cheapest stage with room
     sizes, direction = list(least), 1 if len(ranks) == num_stages else -1
     for _ in range(num_layers - sum(least)):
         has_room = [rank_sizes[rank] < rank_most[rank] for rank in rank_of]
@@ -109,7 +109,7 @@ def balanced(num_layers: int, rank_of: Sequence[int], *, embed: float, head: flo
 def _most(
     num_layers: int, ends: Sequence[float], least: Sequence[int], most: Sequence[int]
 ) -> list[int]:
-    """Return the most layers of each part, least..most, under the least cap on layers + ends."""
+    """Return the most layers of each part under the least feasible cap on layers + ends."""
 
     def under(cap: float) -> list[int]:
         return [min(limit, _layers_under(cap, end)) for limit, end in zip(most, ends, strict=True)]
@@ -125,7 +125,7 @@ def _most(
 
 
 def _layers_under(cap: float, end: float) -> int:
-    """Return the most layers n with n + end <= cap as floats add; negative if end > cap."""
+    """Return the largest n with n + end <= cap in float arithmetic; negative if end > cap."""
     n = math.floor(cap - end) + 1
     while n + end > cap:
         n -= 1
@@ -133,12 +133,12 @@ def _layers_under(cap: float, end: float) -> int:
 
 
 def explicit(num_layers: int, num_stages: int, layers: Sequence[int] | str) -> Partition:
-    """Return the partition of `layers`: the numbers of layers, or Megatron-LM's layout text.
+    """Return the partition that `layers` states: a number a stage, or Megatron-LM's layout text.
 
-    In the text, | stands between stages, E is the embedding, t a layer, L the loss; x*n repeats a
-    letter, (...)*n a group; commas and blanks mean nothing. Source: Megatron-LM,
-    --pipeline-model-parallel-layout. ConfigError, with the stage, unless it covers the layers, no
-    middle stage is empty, and E and L are at the ends.
+    In the text, | separates stages, E is the embedding, t a layer, L the loss; x*n repeats a
+    letter, (...)*n a group; commas and blanks are ignored. Source: Megatron-LM,
+    --pipeline-model-parallel-layout. ConfigError, with the stage, for a wrong number of layers, an
+    empty middle stage, or a misplaced E or L.
 
     >>> [len(stage) for stage in explicit(16, 8, "Et*3|(tt|)*6,tL")]
     [3, 2, 2, 2, 2, 2, 2, 1]
@@ -154,7 +154,7 @@ def explicit(num_layers: int, num_stages: int, layers: Sequence[int] | str) -> P
             f"(in text, a part between |) for each stage, or change {setting('mesh.pp')} or "
             f"{setting('schedule.num_chunks')}."
         )
-    # 2. the number of layers of each
+    # 2. the number of layers of each stage
     counts = [n if isinstance(n, int) else _count(n, s, last, shown) for s, n in enumerate(stages)]
     for s, n in enumerate(counts):
         if n < min(1, s, last - s):
@@ -165,7 +165,7 @@ def explicit(num_layers: int, num_stages: int, layers: Sequence[int] | str) -> P
     if sum(counts) != num_layers:
         spelled = f"{'+'.join(map(str, counts))} = {sum(counts)} layers"
         raise ConfigError(
-            f"{shown} ends with stage {last} at {spelled}, but {_layers(num_layers)}. Use "
+            f"{shown} has {spelled} in stages 0 to {last}, but {_layers(num_layers)}. Use "
             f"{_layers(sum(counts))}, or give the stages {num_layers}."
         )
     return _of_sizes(counts)
@@ -189,9 +189,9 @@ def layout_text(sizes: Sequence[int]) -> str:
 
 
 def stages_text(sizes: Sequence[int], vocab_parts: int = 0) -> str:
-    """Return the stages' layers in words: a number if equal, else Megatron-LM's layout text.
+    """Return the stages' layers as text: a number if equal, else Megatron-LM's layout text.
 
-    vocab_parts: of a vocabulary divided over the ranks, so that no stage embeds; 0: not divided.
+    vocab_parts: parts of a divided vocabulary, then without E and L; 0: the vocabulary is whole.
 
     >>> stages_text([4, 4]), stages_text([3, 2, 1])
     ('2 of 4 layers each', 'Et*3|tt|tL (E embedding, t layer, L loss, | next stage)')
@@ -206,7 +206,7 @@ def stages_text(sizes: Sequence[int], vocab_parts: int = 0) -> str:
 
 
 def ranks_text(rank_of: Sequence[int]) -> str:
-    """Return the ranks of stages in order, those that follow each other up or down as a range.
+    """Return the rank of each stage as text, with consecutive ranks, up or down, as a range.
 
     >>> ranks_text([0, 1, 2, 3, 0, 1, 2, 3]), ranks_text([0, 1, 2, 2, 1, 0]), ranks_text([0])
     ('0-3 0-3', '0-2 2-0', '0')
@@ -223,7 +223,7 @@ def ranks_text(rank_of: Sequence[int]) -> str:
 
 
 def _written_out(text: str, shown: str) -> str:
-    """Return `text` without repetitions, commas and blanks: letters and | only."""
+    """Return `text` with repetitions expanded, without commas and blanks."""
     text, at, written = re.sub(r"[,\s]", "", text), 0, ""
     while at < len(text):
         term = _TERM.match(text, at)
@@ -245,21 +245,21 @@ def _written_out(text: str, shown: str) -> str:
 
 
 def _count(stage: str, s: int, last: int, shown: str) -> int:
-    """Return the layers of a stage's text: its t's, after E if the first, before L if the last."""
+    """Return the number of layers in a stage's text. ConfigError for misplaced or other letters."""
     starts, ends = "E" * (s == 0), "L" * (s == last)
     if re.fullmatch(f"{starts}t*{ends}", stage) is None:
         needs = ["start with E (embedding)"] * (s == 0) + ["end with L (loss)"] * (s == last)
         which = "the first" if s == 0 else "the last" if s == last else "a middle"
         must = " and ".join(needs) or "hold neither E nor L"
         raise ConfigError(
-            f"{shown}: stage {s} is {stage!r}, but {which} stage must {must}, and t (a layer) is "
-            f"all else that our models have. Write it {starts}{'t' * stage.count('t')}{ends}."
+            f"{shown}: stage {s} is {stage!r}, but {which} stage must {must}, and all other "
+            f"letters must be t (a layer). Write it {starts}{'t' * stage.count('t')}{ends}."
         )
     return stage.count("t")
 
 
 def partition_of(bounds: Iterable[int]) -> Partition:
-    """Return the partition whose stages begin at `bounds`, the last of which is the end.
+    """Return the partition with these bounds: the first layer of each stage, then the end.
 
     >>> partition_of([0, 3, 4])
     (range(0, 3), range(3, 4))

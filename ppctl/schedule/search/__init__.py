@@ -1,1 +1,1 @@
-"""Schedules found by search: under memory caps, at given costs."""
+"""Search for schedules at given costs, under memory caps."""

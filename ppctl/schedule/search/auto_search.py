@@ -1,9 +1,9 @@
 """`schedule=auto`: the shortest schedule under a cap on memory, at given costs.
 
-Every family with its knobs, every V-shaped building block, and greedy runs of both under the cap;
-the best of these are then climbed. The answer is never worse than the best published schedule that
-fits, and the same on every process. Budgets are counted in tasks, not in seconds: the answer must
-not depend on the machine.
+Candidates are every family with its knobs, V-shaped building blocks, and greedy reorderings of both
+under the cap (`choosing_ranks`). Hill climbing then shortens the best candidates. The result is
+never worse than the best published schedule that fits. It is the same on every process and machine,
+since the search stops after a number of tasks, not of seconds.
 """
 
 import math
@@ -28,13 +28,13 @@ from ppctl.schedule.search.hill_climbing import climb
 from ppctl.schedule.search.placement_costs import CostsOf, Ledger, Placed
 from ppctl.schedule.validation import validate
 
-MOST_TASKS = 400_000  # of a schedule that is searched; above, the search takes minutes
-SQUEEZED_TASKS = 3_000_000  # of building blocks, those nearest to the cap first: about 12 s
-FILLED_TASKS = 3_000_000  # of one round of greedy runs: about 12 s
-NUM_FILLED, NUM_CLIMBED = 12, 6  # best so far: greedy, climbs
-CLIMBED_TASKS = 2_000_000  # run by one climb, about 2 s
-SQUEEZE_PATIENCE = (0.5, 0.75)
-GREEDY_PATIENCE = (0.0, 0.5, 1.0)
+MOST_TASKS = 400_000  # tasks of a searched schedule; above, the search takes minutes
+SQUEEZED_TASKS = 3_000_000  # budget for squeezed blocks, in tasks: about 12 s
+FILLED_TASKS = 3_000_000  # budget for one round of greedy runs, in tasks: about 12 s
+NUM_FILLED, NUM_CLIMBED = 12, 6  # numbers of best schedules to rerun greedily, and to climb from
+CLIMBED_TASKS = 2_000_000  # budget for one climb, in tasks: about 2 s
+SQUEEZE_PATIENCE = (0.5, 0.75)  # values tried, see `squeeze`
+GREEDY_PATIENCE = (0.0, 0.5, 1.0)  # values tried, see `fill`
 
 
 def choose(
@@ -50,12 +50,17 @@ def choose(
 ) -> Choice:
     """Return the shortest schedule found with at most `cap` activations, or limit_bytes, a rank.
 
-    costs: of all placements, or a function from the rank of each stage to them. cap: in units of
-    one microbatch through 1/p of the model; None: p, as 1F1B. limit_bytes: of all memory of a rank
-    (`Placed`), instead of it. max_chunks: the most stages a rank. makespan_s: a schedule's time
-    where ranks do not run freely (ScheduleError: it cannot run there); then only published
-    schedules are compared. rank_bytes: the fullest rank's bytes there. ScheduleError where nothing
-    fits, or for schedules too large to search.
+    ScheduleError if nothing fits, or for schedules too large to search.
+
+    Args:
+        costs: costs for all placements, or a function from the rank of each stage to its costs.
+        cap: most activations of a rank, in microbatches through 1/p of the model; None: p, the
+            peak of 1F1B.
+        limit_bytes: cap on all memory of a rank (`Placed`), instead of `cap`.
+        max_chunks: most stages on a rank.
+        makespan_s: function from a schedule to its seconds on a lockstep executor; ScheduleError
+            if the executor cannot run it. If set, only published schedules are compared.
+        rank_bytes: function from a schedule to the bytes of that executor's fullest rank.
 
     >>> choice = choose(4, 8, Costs())
     >>> choice.best.length_s, choice.gap_fraction
@@ -80,12 +85,12 @@ def choose(
     if not search.priorities:
         if isinstance(costs, Costs) or search.refusal is None:
             raise ScheduleError(
-                "the costs are those of each stage, of as many stages as no schedule of "
-                f"{num_ranks} ranks and up to {max_chunks} chunks has. Give one for each of "
+                f"no schedule of {num_ranks} ranks and up to {max_chunks} chunks has as many "
+                "stages as the costs have entries. Give one for each of "
                 f"{num_ranks}, {2 * num_ranks}, ... stages, or numbers."
             )
-        raise search.refusal  # of the first placement
-    # 3. greedy runs of them, building blocks, climbs
+        raise search.refusal  # error of the first placement
+    # 3. greedy runs of the published schedules, building blocks, hill climbing
     if makespan_s is None and search.may_fit and not search.is_proven:
         search.fill_all()
         if max_chunks >= 2 and num_ranks > 1:
@@ -97,7 +102,7 @@ def choose(
 def published(
     num_ranks: int, num_microbatches: int, max_chunks: int
 ) -> Iterator[tuple[str, Schedule]]:
-    """Yield (label, schedule) of every family with its knobs for these sizes, simple ones first."""
+    """Yield (label, schedule) for every family and choice of knobs, simple families first."""
     for family in sorted(FAMILIES.values(), key=lambda one: (bool(one.knobs), one.num_chunks > 1)):
         for knobs in family.searched_knobs(max_chunks):
             with suppress(ScheduleError):  # sizes that the family refuses
@@ -109,7 +114,7 @@ def published(
 
 @dataclass
 class _Start:
-    """Orders that a search goes on from; ties are broken by `number`."""
+    """A schedule found so far, as orders to continue from. `number` breaks ties."""
 
     length_s: float
     number: int
@@ -128,12 +133,12 @@ class _Search:
     rank_bytes: Callable[[Schedule], int] | None
 
     def __post_init__(self) -> None:
-        self.found: list[_Start] = []  # within the cap
-        self.priorities: list[tuple[str, Jobs]] = []  # of greedy runs, within the cap or not
-        self.bounds_s: list[float] = []  # infinite without room for a microbatch
-        self.smallest = math.inf, ""  # the least memory of a fullest rank, and the label
+        self.found: list[_Start] = []  # schedules within the cap
+        self.priorities: list[tuple[str, Jobs]] = []  # orders for greedy runs; may exceed the cap
+        self.bounds_s: list[float] = []  # lower bounds in seconds; infinite: no microbatch fits
+        self.smallest = math.inf, ""  # memory of the fullest rank, and label, of the smallest
         self.num_blocks = 0, 0
-        self.refusal: ConfigError | None = None  # of the first placement that the model refuses
+        self.refusal: ConfigError | None = None  # error of the first refused placement
         self.placed: dict[tuple[int, ...], Placed | None] = {}
 
     @property
@@ -148,7 +153,7 @@ class _Search:
         return bool(self.found) and least_s <= min(self.bounds_s) * (1 + NO_GAP)
 
     def placement(self, rank_of: tuple[int, ...]) -> Placed | None:
-        """Return the costs of a placement; None if the model cannot have it."""
+        """Return the costs of a placement; None if the model refuses it."""
         if rank_of not in self.placed:
             self.placed[rank_of] = None
             try:
@@ -160,18 +165,18 @@ class _Search:
         return self.placed[rank_of]
 
     def ledger(self, placed: Placed, schedule: Schedule) -> Ledger:
-        """Return the memory that tasks hold, in the units of `limit`."""
+        """Return the memory of tasks, in the units of `limit`."""
         return Ledger.counted(schedule) if self.limit_bytes is None else placed.ledger(schedule)
 
     def limit(self, schedule: Schedule) -> int:
         """Return the cap: in chunks of the schedule, or in bytes."""
         if self.limit_bytes is not None:
             return int(self.limit_bytes)
-        assert self.cap is not None, "one of the caps is there"
+        assert self.cap is not None, "one of the caps is set"
         return int(self.cap * schedule.num_chunks + 1e-9)
 
     def holds(self, schedule: Schedule) -> int:
-        """Return the most that a rank holds, in the units of `limit`."""
+        """Return the peak memory of the fullest rank, in the units of `limit`."""
         if self.rank_bytes is not None:
             return self.rank_bytes(schedule)
         placed = self.placement(schedule.rank_of)
@@ -179,7 +184,7 @@ class _Search:
         return max(self.ledger(placed, schedule).peaks(schedule))
 
     def add_published(self, label: str, schedule: Schedule) -> None:
-        """Add a published schedule if it fits, and its priorities for greedy runs."""
+        """Add a published schedule if it fits; add its order as priorities for greedy runs."""
         placed = self.placement(schedule.rank_of)
         if placed is None:
             return
@@ -191,7 +196,7 @@ class _Search:
         # 2. the schedule itself, if it fits
         try:
             holds = self.holds(schedule)
-        except ScheduleError:  # it cannot run in lockstep
+        except ScheduleError:  # the executor cannot run it
             return
         unit = schedule.num_chunks if self.limit_bytes is None else 1
         self.smallest = min(self.smallest, (holds / unit, label))
@@ -200,7 +205,7 @@ class _Search:
             self._add(label, jobs, jobs.first, schedule)
 
     def fill_all(self) -> None:
-        """Add greedy runs of the published schedules: of all, or the shortest of large ones."""
+        """Add greedy runs of the published schedules, shortest first, within the budget."""
         runs = [jobs.run(jobs.first) for _, jobs in self.priorities]
         took_s = [math.inf if run is None else run.makespan_s for run in runs]
         order = sorted(range(len(took_s)), key=took_s.__getitem__)
@@ -213,7 +218,7 @@ class _Search:
         placed = self.placement(v_shape(num_ranks))
         if placed is None:
             return
-        # 1. the blocks that are above the cap by at most a microbatch
+        # 1. the blocks at most one microbatch above the cap, nearest to the cap first
         empty = Schedule("block", ((),) * num_ranks, v_shape(num_ranks), num_microbatches)
         ledger = self.ledger(placed, empty)
         limit = self.limit(empty)
@@ -231,7 +236,7 @@ class _Search:
                 self._add(f"V block {number}", jobs, orders)
 
     def improve(self) -> None:
-        """Add greedy runs of the best so far, then climbs the best of all."""
+        """Add greedy runs of the best so far, then climbs of the best of all."""
         affordable = self._affordable(FILLED_TASKS, 2 * len(GREEDY_PATIENCE))
         for start in self._best(min(NUM_FILLED, affordable)):
             self._fill(start.label, start.jobs, start.orders)
@@ -242,7 +247,7 @@ class _Search:
                 self._add(f"{start.label}, climbed", start.jobs, orders)
 
     def choice(self, num_ranks: int, num_microbatches: int) -> Choice:
-        """Return the answer. ScheduleError where nothing fits."""
+        """Return the result. ScheduleError if nothing fits."""
         if not self.found:
             raise self._too_little(num_ranks, num_microbatches)
         best = self._best(len(self.found))
@@ -255,16 +260,16 @@ class _Search:
         return Choice(candidates[0], candidates, self.cap, *tried, self.limit_bytes, held)
 
     def _too_little(self, num_ranks: int, num_microbatches: int) -> ScheduleError:
-        """Return the error where nothing fits, with the schedule that holds least."""
+        """Return the error for a cap that nothing fits; it names the schedule of least memory."""
         (least, label), unit = self.smallest, ""
         asked, name = self.cap, "schedule.max_activations"
         if self.limit_bytes is not None:
             asked, name, unit = self.limit_bytes / GIB, "schedule.max_memory_gib", " GiB"
-            least = math.ceil(least / GIB * 1000) / 1000  # so that it is enough
-        what = f"no schedule of {num_ranks} ranks and {num_microbatches} microbatches was found"
+            least = math.ceil(least / GIB * 1000) / 1000  # rounded up, so that it fits
+        what = f"no schedule of {num_ranks} ranks and {num_microbatches} microbatches fits"
         return ScheduleError(
-            f"{name}={asked:g}: {what} that holds so little ({label} holds least, "
-            f"{least:g}{unit}). Use {name}={least:g} or more."
+            f"{name}={asked:g}: {what} ({label} holds least, {least:g}{unit}). "
+            f"Use {name}={least:g} or more."
         )
 
     def _candidate(self, start: _Start) -> FoundSchedule:
@@ -274,7 +279,7 @@ class _Search:
         return FoundSchedule(start.label, schedule, start.length_s, is_published)
 
     def _best(self, count: int) -> list[_Start]:
-        """Return the best `count`, one for each length: unchanged families before changed ones."""
+        """Return the `count` shortest schedules, one for each length; published ones win ties."""
 
         def rank(start: _Start) -> tuple[float, bool, int]:
             return float(f"{start.length_s:.9g}"), start.published is None, start.number
@@ -293,7 +298,7 @@ class _Search:
                 self._add(label, jobs, filled)
 
     def _affordable(self, budget: int, runs_each: int) -> int:
-        """Return how many schedules of median size a budget runs that often, at least 2."""
+        """Return the number, at least 2, of median-sized schedules that `budget` tasks allow."""
         num_tasks = statistics.median(len(jobs.tasks) for _, jobs in self.priorities)
         return max(2, int(budget / (runs_each * num_tasks)))
 

@@ -1,9 +1,10 @@
 """V-shaped building blocks with uniform offsets, and the schedules that they are squeezed into.
 
 Pipeline parallelism with controllable memory (Qi et al. 2024, arXiv 2405.15362, section 3 and
-appendix A): a building block says when each rank runs the F and I of microbatch 0. It is repeated
-every six ticks, then squeezed. Here the squeeze is a run of the ranks at given costs: each runs the
-earliest ready task of its pattern, else a weight gradient.
+appendix A): a building block gives the ticks of microbatch 0's F and I on each rank. It is repeated
+every six ticks, then squeezed: idle ticks are removed under a memory cap. `squeeze` does this by
+simulating the ranks at given costs: each runs the earliest ready task of its pattern, or else a
+weight gradient.
 """
 
 from collections import deque
@@ -18,21 +19,23 @@ from ppctl.schedule.search.choosing_ranks import ChoosingRanks
 from ppctl.schedule.search.placement_costs import Ledger
 
 PERIOD = 6  # ticks of a microbatch on every rank: F, I and W of two chunks
-F_DOWN, F_UP, I_UP, I_DOWN = range(4)  # a rank's lines of the pattern, in a microbatch's order
-# the tasks of each line, then the weight gradients
+# lines of a rank's pattern, in a microbatch's order: F and I of its two stages, one on the way down
+# the ranks, one on the way back up
+F_DOWN, F_UP, I_UP, I_DOWN = range(4)
+# kind and way of each line, with the weight gradients last
 LINES: tuple[tuple[Kind, str], ...] = (
     *(("F", "down"), ("F", "up"), ("I", "up"), ("I", "down")),
     *(("W", "up"), ("W", "down")),
 )
-WEIGHT_GRADS = {I_UP: 4, I_DOWN: 5}  # their lines
-Block = tuple[tuple[int, int, int, int], ...]  # by rank the ticks of F down, F up, I up, I down
+WEIGHT_GRADS = {I_UP: 4, I_DOWN: 5}  # line of W for each line of I
+Block = tuple[tuple[int, int, int, int], ...]  # [rank]: ticks of F down, F up, I up, I down
 STEPS = range(1, PERIOD)  # ticks from a rank to the next on the way down; one tick on the way up
 
 
 def blocks(num_ranks: int) -> Iterator[Block]:
-    """Yield the distinct building blocks in which no rank runs two of its four lines at once.
+    """Yield the distinct building blocks whose ranks never run two of their four lines at once.
 
-    Which ones these are: docs/derivations.md, "Building blocks of V-shaped schedules".
+    See docs/derivations.md, "Building blocks of V-shaped schedules".
 
     >>> len(list(blocks(8)))
     480
@@ -54,10 +57,10 @@ def blocks(num_ranks: int) -> Iterator[Block]:
 
 
 def steady_excess(block: Block, ledger: Ledger, limit: float) -> float:
-    """Return how far the fullest rank is above `limit` in the steady state, in the ledger's units.
+    """Return the fullest rank's memory in the steady state minus `limit`, in the ledger's units.
 
-    An activation lives from the start of F to the end of W, right after I at the earliest; the
-    gradient that I hands to W instead lives for two ticks.
+    W runs right after I. An activation lives from the start of F to the end of W. If the ledger has
+    `pending`, the activation ends with I, and `pending` lives for the two ticks of I and W.
 
     >>> steady_excess(next(blocks(2)), Ledger((0, 0), (1, 1, 1, 1)), 3)
     0.3333333333333335
@@ -74,6 +77,7 @@ def steady_excess(block: Block, ledger: Ledger, limit: float) -> float:
 
 
 def _steps(num_ranks: int) -> Iterator[tuple[int, ...]]:
+    """Yield the ticks between neighbours on the way down: all equal, or smaller from a rank on."""
     for first in STEPS:
         yield (first,) * (num_ranks - 1)
         for second in range(1, first):
@@ -84,9 +88,9 @@ def _steps(num_ranks: int) -> Iterator[tuple[int, ...]]:
 def _unrolled(down: tuple[int, ...], phases: list[tuple[int, ...]]) -> Block:
     """Return the block whose lines follow each other as early as their phases allow."""
     last = len(down) - 1
-    f_up = _next(down[last], phases[last][F_UP])  # on the last rank, the turn of the V
-    i_up = _next(f_up + last, phases[0][I_UP])  # on rank 0, where the loss is
-    i_down = _next(i_up + down[last], phases[last][I_DOWN])
+    f_up = _next(down[last], phases[last][F_UP])  # tick on the last rank, where the V turns
+    i_up = _next(f_up + last, phases[0][I_UP])  # tick on rank 0, which computes the loss
+    i_down = _next(i_up + down[last], phases[last][I_DOWN])  # tick on the last rank
     return tuple(
         (tick, f_up + last - r, i_up + tick, i_down + last - r) for r, tick in enumerate(down)
     )
@@ -102,7 +106,7 @@ def _next(tick: int, phase: int) -> int:
 
 
 def repeated(starts: Sequence[Sequence[int]], num_microbatches: int) -> list[list[list[int]]]:
-    """Return the priority of a building block, repeated every PERIOD ticks.
+    """Return priority[rank][line][microbatch] of a building block, repeated every PERIOD ticks.
 
     starts[r]: the ticks of microbatch 0's F down, F up, I up, I down on rank r.
     """
@@ -113,7 +117,7 @@ def repeated(starts: Sequence[Sequence[int]], num_microbatches: int) -> list[lis
 def v_jobs(
     num_ranks: int, num_microbatches: int, costs: Costs, ledger: Ledger | None = None
 ) -> Jobs:
-    """Return the tasks of a V: of each rank those of its lines, then the weight gradients."""
+    """Return the tasks of a V schedule: on each rank line by line, weight gradients last."""
     ranks: list[tuple[Task, ...]] = []
     for r in range(num_ranks):
         stages = {"down": r, "up": 2 * num_ranks - 1 - r}
@@ -134,16 +138,19 @@ def squeeze(
 ) -> Orders | None:
     """Return the orders of ranks that run F and I by `priority[rank][line][microbatch]`.
 
-    The lowest priority runs first. None where the pattern cannot run under the cap.
-    jobs: `v_jobs`, with the costs of the run. cap: the most that a rank holds, in the units of the
-    ledger of jobs. patience: a rank waits for a task that comes within this share of a weight
-    gradient's time, instead of running that.
-    reorder: before rank 0's first backward and after a rank's last entry (F down), a rank whose
-    next task is not ready takes another that is, as the paper's reordering does.
+    The lowest priority runs first. The result is None if the pattern cannot run under the cap.
+
+    Args:
+        jobs: `v_jobs` at the costs of the run.
+        cap: most memory of a rank, in the units of the jobs' ledger.
+        patience: share of a weight gradient's time that a rank waits for its next task, instead of
+            running the weight gradient.
+        reorder: whether a rank may run a later task if its next one is not ready. It may before
+            rank 0's first backward and after the rank's last F down, as in the paper.
     """
     ranks = ChoosingRanks(jobs)
     patterns = [_Pattern(jobs, ranks, r, of_rank, cap) for r, of_rank in enumerate(priority)]
-    first_backward_s = NEVER  # of rank 0
+    first_backward_s = NEVER  # seconds, on rank 0
 
     def choose(r: int, now_s: float) -> tuple[int | None, float]:
         nonlocal first_backward_s
@@ -164,9 +171,9 @@ def squeezed(
     *,
     reorder: bool = True,
 ) -> Schedule:
-    """Return the schedule of a pattern that runs under a cap on activations, in chunks.
+    """Return the schedule of a pattern squeezed under `cap`, in chunks of activations.
 
-    Its order is that of ranks at the costs of the papers.
+    The ranks run at the papers' costs.
     """
     jobs = v_jobs(len(priority), num_microbatches, Costs())
     orders = squeeze(jobs, priority, cap, reorder=reorder)
@@ -175,7 +182,7 @@ def squeezed(
 
 
 class _Pattern:
-    """One rank on its way through its four lines."""
+    """The state of a rank in a squeeze: its microbatch in each line, its memory."""
 
     def __init__(
         self, jobs: Jobs, ranks: ChoosingRanks, r: int, priority: Sequence[Sequence[int]], cap: int
@@ -184,18 +191,23 @@ class _Pattern:
         self.num_microbatches = number = jobs.schedule.num_microbatches
         self.lines = [jobs.first[r][i * number : (i + 1) * number] for i in range(len(LINES))]
         self.at = [0, 0, 0, 0]  # microbatches done, by line
-        self.heads = [(of_line[0], line) for line, of_line in enumerate(priority)]  # to come
+        # (priority, line) of each line's next task
+        self.heads = [(of_line[0], line) for line, of_line in enumerate(priority)]
         self.live = jobs.held[r]
         rise = [jobs.rise[line[0]] for line in self.lines]
         reserves = (jobs.reserve, jobs.reserve, 0, 0)
-        self.takes = [n + more for n, more in zip(rise, reserves, strict=False)]  # by line
-        self.pending: deque[int] = deque()  # weight gradients to come
+        # memory that must be free before a task of each line starts
+        self.takes = [n + more for n, more in zip(rise, reserves, strict=False)]
+        self.pending: deque[int] = deque()  # tasks W whose I has run, oldest first
 
     def choose(
         self, now_s: float, *, warm: bool, cool: bool, patience: float
     ) -> tuple[int | None, float]:
-        """Return the task to run now; else None and when to ask again, if known."""
-        # 1. the first line whose task is ready and fits; others than the first if warm or cool
+        """Return (task to run, now_s), or (None, time of the next try in seconds).
+
+        warm: rank 0 has run no backward yet. cool: later lines may run after the last F down.
+        """
+        # 1. the first line whose task is ready and fits; later lines only if warm or cool
         cool = cool and self.at[F_DOWN] == self.num_microbatches
         todo = sorted(self.heads) if cool or warm else [min(self.heads)] if self.heads else []
         later_s = NEVER
@@ -211,7 +223,7 @@ class _Pattern:
             later_s = min(later_s, arrives_s)
             if not (cool or warm):
                 break
-        # 2. a weight gradient, unless such a task comes soon
+        # 2. a weight gradient, unless a line's task is ready soon
         if self.pending:
             weight_grad = self.pending[0]
             if later_s >= now_s + patience * self.jobs.seconds[weight_grad]:
@@ -232,7 +244,7 @@ class _Pattern:
         return task
 
     def _has_room(self) -> bool:
-        """Return whether a microbatch may enter early, with room for all to come back up."""
+        """Return whether a microbatch may enter early: every remaining F up must still fit."""
         coming_back = self.at[F_DOWN] - self.at[F_UP]
         up = self.jobs.change[self.lines[F_UP][0]]
         return self.live + coming_back * up + self.takes[F_DOWN] + up <= self.cap

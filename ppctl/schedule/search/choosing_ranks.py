@@ -1,7 +1,7 @@
-"""Free ranks that choose their next tasks, and greedy list scheduling by such ranks.
+"""Simulated ranks that choose their next tasks, and greedy list scheduling with them.
 
-Greedy: a named order as priorities, run at given costs under a given cap. A rank that would wait
-runs a later task of its order that is ready, if memory allows.
+A greedy run reorders a schedule at given costs and under a memory cap. Each rank follows its order;
+if its next task has to wait, it runs a later task that is ready, if memory allows.
 """
 
 from collections import defaultdict
@@ -10,20 +10,20 @@ from heapq import heappop, heappush
 
 from ppctl.schedule.execution_order import NEVER, Jobs, Orders
 
-WINDOW = 48  # how far along its order a greedy rank looks for a task that is ready
+WINDOW = 48  # next tasks that a greedy rank searches for a ready one
 
 
 class ChoosingRanks:
-    """Free ranks that choose their next tasks, such as the first of a list that is ready."""
+    """Simulated free-running ranks. A function, see `run`, chooses the next task of each."""
 
     def __init__(self, jobs: Jobs):
         self.jobs = jobs
         self.written_s = [NEVER] * jobs.num_values
-        # ranks to ask again once a value is written, and seconds until it is there
+        # ranks that wait for each unwritten value, with the seconds of its transfer
         self.waiting = defaultdict[int, dict[int, float]](dict)
 
     def ready_s(self, task: int) -> float:
-        """Return when all values that a task reads are there; NEVER where one is not written."""
+        """Return the time in seconds when a task can start; NEVER if a value is unwritten."""
         latest_s, m = 0.0, self.jobs.microbatch[task]
         for base, hop_s in self.jobs.needs[task]:
             arrives_s = self.written_s[base + m] + hop_s
@@ -35,10 +35,10 @@ class ChoosingRanks:
         return latest_s
 
     def run(self, choose: Callable[[int, float], tuple[int | None, float]]) -> Orders | None:
-        """Return the orders in which the ranks ran all tasks; None if they got stuck.
+        """Run all tasks and return the orders of the ranks; None if ranks get stuck.
 
-        choose(rank, now_s) returns the task that a free rank runs now, or None and when to ask
-        again. A rank is also asked when it receives a value that was missing before.
+        choose(rank, now_s) returns (task to run on the free rank, now_s), or (None, time of the
+        next call in seconds). It is also called when a value that the rank waits for arrives.
         """
         jobs, left = self.jobs, len(self.jobs.tasks)
         done: Orders = [[] for _ in range(jobs.num_ranks)]
@@ -68,18 +68,18 @@ class ChoosingRanks:
 def fill(
     jobs: Jobs, orders: Orders, cap: int, patience: float = 0.0, *, weight_grads_last: bool = False
 ) -> Orders | None:
-    """Return the orders of ranks with priorities `orders` that wait only if they must, or None.
+    """Return the orders of a greedy run with priorities `orders`; None if ranks get stuck.
 
-    None: ranks get stuck. cap: the most that a rank may hold; orders may exceed it, the result
-    never does. patience: a task may make the one it overtakes late by this share of its time.
-    weight_grads_last: any other ready task overtakes a weight gradient.
+    cap: most memory of a rank; `orders` may exceed it, the result does not. patience: largest delay
+    of an overtaken task, as a share of the overtaking task's time. weight_grads_last: any other
+    ready task overtakes a weight gradient.
     """
     greedy = _Greedy(jobs, orders, cap, patience, weight_grads_last)
     return greedy.ranks.run(greedy.choose)
 
 
 class _Greedy:
-    """The state of a greedy run: the tasks that each rank has left, and its memory."""
+    """The state of a greedy run: remaining tasks and memory of each rank."""
 
     def __init__(
         self, jobs: Jobs, orders: Orders, cap: int, patience: float, weight_grads_last: bool
@@ -91,7 +91,7 @@ class _Greedy:
         self.live = list(jobs.held)
 
     def choose(self, rank: int, now_s: float) -> tuple[int | None, float]:
-        """Return the task that a rank runs now; None and when one can run."""
+        """Return (task to run, now_s), or (None, time in seconds when one can run)."""
         place, later_s = self._place(rank, now_s) if self.rest[rank] else (None, NEVER)
         if place is None:
             return None, later_s
@@ -100,7 +100,7 @@ class _Greedy:
         return task, now_s
 
     def _place(self, rank: int, now_s: float) -> tuple[int | None, float]:
-        """Return the place in rest[rank] of the task to run; None and when one can run."""
+        """Return (index in rest[rank], now_s), or (None, time in seconds when a task can run)."""
         jobs, order, rise = self.jobs, self.rest[rank], self.jobs.rise
         ready_s = self.ranks.ready_s
         # 1. the first task, unless it has to wait
@@ -110,7 +110,7 @@ class _Greedy:
         may_start = head_s <= now_s and not blocked
         if may_start and not (self.weight_grads_last and jobs.tasks[head].kind == "W"):
             return 0, now_s
-        # 2. the first later one that is ready and delays it by no more than `patience` allows
+        # 2. the first later task that is ready and delays the first within `patience`
         ahead = most = 0  # memory of the overtaken tasks, at their end and at their peak
         later_s = NEVER if blocked else head_s
         for place, task in enumerate(order[:WINDOW]):
@@ -127,9 +127,9 @@ class _Greedy:
         return (0, now_s) if may_start else (None, later_s)
 
     def _has_room(self, rank: int, task: int, most: int = 0) -> bool:
-        """Return whether a task may run before others that hold `most` more at their peak.
+        """Return whether a task fits ahead of overtaken tasks that add `most` at their peak.
 
-        Where orders exceed the cap, forwards leave the room of an I: no rank gets stuck for memory.
+        If the rank's order exceeds the cap, forwards leave room for an I, or ranks could get stuck.
         """
         jobs, takes = self.jobs, self.jobs.rise[task]
         if self.fits[rank]:

@@ -1,9 +1,9 @@
-"""Hill climbing on the critical path: tasks move along their rank's program while it gets shorter.
+"""Hill climbing: move tasks on the critical path within their rank's program, if the step shortens.
 
-A step is as long as a chain of tasks that wait for each other. Where two of them are neighbours on
-a rank, the second waits for the first's end and not for its values: only moving it ahead, or the
-first one back, can shorten the chain on that rank (the neighbourhood of job-shop scheduling, van
-Laarhoven et al. 1992, Operations Research 40(1)).
+The critical path is a chain of tasks, each waiting for the one before, as long as the step. If two
+successive tasks of the chain are neighbours on a rank, the second waits for the rank, not for a
+value. Only moving this second task ahead, or the first one back, can shorten the chain on the rank
+(van Laarhoven et al. 1992, Operations Research 40(1), on job shops).
 """
 
 import random
@@ -12,15 +12,16 @@ from itertools import pairwise
 
 from ppctl.schedule.execution_order import Jobs, Orders, TimedOrders
 
-AHEAD = (1, 2, 3, 4, 6, 9)  # steps by which the second task of a pair moves ahead
-BACK = (2, 3, 4, 6, 9, 14)  # steps by which the first one moves back (1 is the second one's 1)
-LEAST_GAIN = 1e-9  # relative to the makespan: rounding is no gain
+AHEAD = (1, 2, 3, 4, 6, 9)  # steps that a pair's second task moves ahead
+BACK = (2, 3, 4, 6, 9, 14)  # steps that its first task moves back (1 is the same as 1 ahead)
+LEAST_GAIN = 1e-9  # gain relative to the makespan; less is rounding
 
 
 def climb(jobs: Jobs, orders: Orders, cap: int, budget: int) -> tuple[float, Orders]:
-    """Return (makespan, orders) that no move of a task shortens, or after `budget` simulated tasks.
+    """Return (makespan in seconds, orders) once no move shortens it, or `budget` tasks were timed.
 
-    orders: valid, and within the cap on each rank's memory. Every process finds the same.
+    orders: a valid start, within the cap on each rank's memory. The result is the same on every
+    process.
     """
     run = jobs.run(orders)
     assert run is not None, "climbing starts from orders that can run"
@@ -33,7 +34,7 @@ def climb(jobs: Jobs, orders: Orders, cap: int, budget: int) -> tuple[float, Ord
 def _first_better(
     jobs: Jobs, orders: Orders, run: TimedOrders, cap: int, until: int, choose: random.Random
 ) -> tuple[TimedOrders, Orders] | None:
-    """Return the first neighbour that is shorter, None without one or after `until` tasks."""
+    """Return the first shorter result of a move; None without one, or once jobs.spent >= until."""
     # 1. pairs of neighbours on the critical path
     limit_s = run.makespan_s * (1 - LEAST_GAIN)
     step = [0] * len(jobs.tasks)
@@ -60,7 +61,7 @@ def _first_better(
 
 
 def _moves(order: list[int], i: int) -> Iterator[list[int]]:
-    """Yield orders with the task at i+1 moved ahead, or that at i moved back."""
+    """Yield orders with the task at i+1 moved ahead, or the task at i moved back."""
     for by in AHEAD:
         to = i + 1 - by
         if to >= 0:

@@ -1,6 +1,6 @@
-"""The memory that tasks take and give back, and the costs of a model on a placement of stages.
+"""The memory that tasks take and free, and a model's costs on a placement of stages.
 
-An activation lives from the start of a forward to the end of its B or W; an I frees nothing, since
+An activation lives from the start of a forward to the end of its B or W. An I frees nothing, since
 its W needs the activation (the convention of the zero-bubble papers).
 """
 
@@ -22,21 +22,21 @@ from ppctl.schedule.piece_times import OpTimes, costs_of
 class Placed:
     """A model on a placement: the costs of its stages' tasks, and the memory of its ranks.
 
-    costs.activation_bytes: kept by a forward. pending_bytes: handed from I to W in its place; None:
-    the stash stays until W. fixed_bytes: of each rank, always (parameters, optimizer, gradients).
+    pending_bytes: bytes that I hands to W in place of costs.activation_bytes; None: the activations
+    stay until W.
     """
 
     costs: Costs
-    fixed_bytes: tuple[float, ...] = ()
+    fixed_bytes: tuple[float, ...] = ()  # bytes of each rank's parameters, optimizer and gradients
     pending_bytes: OfStages | None = None
 
     def anywhere(self, rank_of: tuple[int, ...]) -> Placed:
-        """Return the same for any placement: a `CostsOf`."""
+        """Return these costs for any placement. As a function it is a `CostsOf`."""
         del rank_of
         return self
 
     def check(self, num_stages: int) -> None:
-        """Raise ConfigError where a tuple has not one entry a stage."""
+        """Raise ConfigError unless each tuple has one entry a stage."""
         self.costs.check(num_stages)
         if self.pending_bytes is not None:
             replace(self.costs, activation_bytes=self.pending_bytes).check(num_stages)
@@ -57,49 +57,49 @@ class Placed:
         return Ledger(held, stash, tuple(math.ceil(pending.stage_bytes(s, chunks)) for s in stages))
 
 
-CostsOf = Callable[[tuple[int, ...]], Placed]  # of the rank of each stage; may raise ConfigError
+# function from the rank of each stage to the costs; may raise ConfigError
+CostsOf = Callable[[tuple[int, ...]], Placed]
 
 
 @dataclass(frozen=True)
 class Ledger:
     """The memory of a placement in whole units: chunks, or bytes.
 
-    held: by each rank, always. stash: of each stage, from the start of a microbatch's F to the end
-    of its B or W. pending: of each stage, from the start of I to the end of W, if the stash ends
-    with I; None: it does not.
+    pending: memory of a microbatch on each stage from the start of I to the end of W; the stash
+    then ends with I. None: the stash stays until W.
     """
 
-    held: tuple[int, ...]
-    stash: tuple[int, ...]
+    held: tuple[int, ...]  # memory of each rank at all times
+    stash: tuple[int, ...]  # memory of each stage from the start of F to the end of B or W
     pending: tuple[int, ...] | None = None
 
     @staticmethod
     def counted(schedule: Schedule) -> Ledger:
-        """Return the ledger that counts the stashes of chunks."""
+        """Return the ledger with one unit for each stash."""
         return Ledger((0,) * schedule.num_ranks, (1,) * schedule.num_stages)
 
     def rise(self, stage: int, kind: str) -> int:
-        """Return the extra memory of a task while it runs."""
+        """Return the memory that a task adds on its rank while it runs, in the ledger's units."""
         if kind == "F":
             return self.stash[stage]
         return self.pending[stage] if kind == "I" and self.pending is not None else 0
 
     def change(self, stage: int, kind: str) -> int:
-        """Return the change of a rank's memory once the task has run."""
+        """Return the change of a rank's memory after a task has ended, in the ledger's units."""
         if kind not in KINDS:
             return 0
-        stash, pending = self.stash[stage], self.stash[stage]  # from I to W the stash stays
+        stash, pending = self.stash[stage], self.stash[stage]  # by default the stash stays until W
         if self.pending is not None:
             pending = self.pending[stage]
         return {"F": stash, "B": -stash, "I": pending - stash, "W": -pending}[kind]
 
     @cached_property
     def reserve(self) -> int:
-        """Return the extra memory of an input gradient, which must not keep it from running."""
+        """Return the memory that an I adds. Forwards leave it free, so that no I gets stuck."""
         return max(self.pending or (0,))
 
     def peaks(self, schedule: Schedule) -> tuple[int, ...]:
-        """Return the most that each rank holds at the same time, in the order of its tasks."""
+        """Return the peak memory of each rank in the order of its tasks."""
         peaks: list[int] = []
         for live, tasks, counts in zip(self.held, schedule.ranks, schedule.counts, strict=True):
             peak = live
@@ -112,18 +112,18 @@ class Ledger:
         return tuple(peaks)
 
     def least(self, schedule: Schedule) -> int:
-        """Return the least memory of the fullest rank in any order: a microbatch in all its stages.
+        """Return the least peak of the fullest rank in any order: one microbatch on all its stages.
 
-        No backward of a microbatch runs before its last forward.
+        All forwards of a microbatch run before its backwards, so no order needs less.
         """
         ranks = zip(self.held, schedule.stages_of, strict=True)
         return max(held + sum(self.stash[s] for s in stages) for held, stages in ranks)
 
 
 def peak_activations(schedule: Schedule) -> tuple[float, ...]:
-    """Return each rank's most activations at once, in microbatches through 1/p of the model.
+    """Return each rank's peak activations. Unit: one microbatch's in 1/p of the model.
 
-    The stash of a chunk counts 1/V.
+    If ranks have V chunks, one microbatch's activations in a chunk count 1/V.
 
     >>> from ppctl.schedule.families.one_f_one_b import one_f_one_b
     >>> peak_activations(one_f_one_b(3, 8))
@@ -134,28 +134,25 @@ def peak_activations(schedule: Schedule) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Bytes of a model's pieces on ranks of executor=mpmd, without temporaries.
+    """Bytes of a model's pieces on ranks of executor=mpmd, without temporaries."""
 
-    padded: of a layer's state; every rank holds as many layers as the largest. stage_stash: of a
-    microbatch's values that every stage keeps besides those of its layers.
-    """
-
-    layer: float = 0.0  # always held
-    padded: float = 0.0
-    stash: float = 0.0  # kept by a layer's forward
-    pending: float | None = None  # that I hands to W instead; None: the stash stays until W
-    stage_stash: float = 0.0
-    embed: float = 0.0  # always held, by the first rank
-    head: float = 0.0  # likewise, by the last stage's
-    rank: float = 0.0  # always held by every rank besides
+    layer: float = 0.0  # bytes of a layer at all times
+    padded: float = 0.0  # bytes of a layer's padded state: every stage counts as the largest
+    stash: float = 0.0  # bytes that a layer's forward keeps
+    pending: float | None = None  # bytes that I hands to W instead; None: the stash stays until W
+    stage_stash: float = 0.0  # bytes of a microbatch that a stage keeps besides its layers' stashes
+    embed: float = 0.0  # bytes of the first stage's rank at all times
+    head: float = 0.0  # bytes of the last stage's rank at all times
+    rank: float = 0.0  # bytes of every rank at all times, on top of the others
 
 
 @dataclass(frozen=True)
 class LayerCosts:
     """The costs of a model's layers on any placement of its stages.
 
-    layers: over the mean of their costs; None: all alike. divide: from the rank of each stage to
-    the layers of each stage, or ConfigError. keeps_input, split: as in `costs_of_stages`.
+    layers: cost of each layer relative to their mean; None: all equal. divide: function from the
+    rank of each stage to a partition; may raise ConfigError. keeps_input, split: see
+    `costs_of_stages`.
 
     >>> from ppctl.schedule.piece_times import FREE, PieceTimes
     >>> times = OpTimes(FREE, PieceTimes(1.0, 1.0, 1.0), PieceTimes(2.0, 0.0, 0.0))
@@ -171,8 +168,8 @@ class LayerCosts:
     split: bool = False
 
     def on(self, rank_of: tuple[int, ...]) -> Placed:
-        """Return the costs on a placement: the `costs` of `auto_search.choose`."""
-        # 1. of stages
+        """Return the costs on a placement. As a function it is a `CostsOf`."""
+        # 1. costs and memory of stages
         partition, held = self.divide(rank_of), self.bytes
         how = {"keeps_input": self.keeps_input, "split": self.split}
         costs = costs_of(self.times, partition, self.layers, **how)

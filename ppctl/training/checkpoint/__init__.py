@@ -1,1 +1,1 @@
-"""Checkpoints: Orbax in natural order, a manifest of checksums beside each."""
+"""Checkpoints: arrays in natural order by Orbax, each with a manifest of checksums."""

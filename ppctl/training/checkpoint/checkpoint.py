@@ -1,8 +1,8 @@
 """Checkpoints of a run: `<directory>/<step>/state` (arrays) and `meta/data.json` (settings).
 
-Orbax writes and reads them. This file adds a one-line message for each failure, and checksums.
+Orbax writes and reads them. This file adds checksums and a one-line message for each failure.
 
-All processes of a run call every method, and an error is raised in all of them.
+All processes of a run must call each method. An error of one process is raised in all.
 """
 
 import contextlib
@@ -33,20 +33,25 @@ from ppctl.training.checkpoint.manifest import (
 from ppctl.training.checkpoint.orbax_io import error_reason
 
 T = TypeVar("T")
-SAVE_TIMEOUT_S = 300  # terabytes take minutes; if one process fails, the others wait this long
+SAVE_TIMEOUT_S = 300  # seconds; terabytes take minutes, and a failed process delays the rest
 
 
 class Checkpoints:
     """The checkpoints below `directory`; a context manager.
 
-    keep: the number of newest checkpoints that a save keeps; keep_every: steps whose multiples it
-    keeps besides, None: none. keep=None opens for reading only: nothing
-    is created or removed, even while a job is writing. gather: returns the texts of all processes.
-    saved(step) is called when a save is finished.
-    CheckpointError if `directory`, which all processes share, cannot be written.
+    A commit is a rename, so `kill -9` leaves every finished checkpoint intact, and the next save
+    removes the interrupted one. Reading truncated, flipped or missing data raises DamagedError.
 
-    A commit is a rename, so `kill -9` leaves every finished checkpoint as it was; the next save
-    removes the interrupted one. Reading truncated, flipped or missing data is a DamagedError.
+    Args:
+        directory: Shared by all processes.
+        keep: Number of newest checkpoints that a save keeps. None opens for reading only, safe
+            while another job writes: nothing is created or removed.
+        keep_every: Also keep the checkpoints whose step is a multiple of this; None: no others.
+        gather: Returns the texts of all processes, by process.
+        saved: Called with the step when a save has finished.
+
+    Raises:
+        CheckpointError: `directory` cannot be written.
     """
 
     def __init__(
@@ -65,7 +70,7 @@ class Checkpoints:
         self._checkpointer: ocp.training.Checkpointer | None = None
         self._pending: tuple[int, Any] | None = None  # step and Orbax's response of a save
         self._current: int | None = None  # the step whose state was last saved or restored
-        self._aside = set[int]()  # renamed steps, which a shared directory may list for a while
+        self._aside = set[int]()  # renamed steps; a shared directory may list them for a while
         orbax_io.silence_orbax()
         if keep is None:
             return
@@ -82,7 +87,7 @@ class Checkpoints:
 
     def steps(self) -> tuple[int, ...]:
         """Return the steps of the finished checkpoints, ascending."""
-        # Orbax's own list also holds the step whose save is still under way.
+        # Orbax's list also holds the step whose save is still under way.
         return tuple(step for step in checkpoint_steps(self.directory) if step not in self._aside)
 
     def latest(self) -> int | None:
@@ -90,13 +95,15 @@ class Checkpoints:
         return max(self.steps(), default=None)
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> bool:
-        """Save a state unless a number is not finite; return whether all are finite.
+        """Save a state if all its numbers are finite; return whether they are.
 
-        Writes in the background until `wait`, `close` or the next save; buffers of the state may be
-        donated afterwards. The step last saved or restored is not written again.
+        Writes in the background until `wait`, `close` or the next save; the caller may donate the
+        state's buffers at once. The step last saved or restored is not written again.
 
-        SaveError where this save or the one before failed. CheckpointError where `directory` holds
-        this step or a newer one of another run: `LatestN` would drop the new one.
+        Raises:
+            SaveError: This save or the previous one failed.
+            CheckpointError: `directory` holds this step or a newer one of another run: `LatestN`
+                would drop the new checkpoint.
         """
         assert self._keep is not None, "not open for saving"
         self.wait()
@@ -105,8 +112,8 @@ class Checkpoints:
         newer = [other for other in self.steps() if other >= step]
         if newer:
             raise CheckpointError(
-                f"Step {step} cannot be saved: {self.directory} holds {_listed(newer)}, not "
-                "older, of another run. Use another run.dir, or move them away."
+                f"Step {step} cannot be saved: {self.directory} already holds {_listed(newer)} of "
+                "another run. Use another run.dir, or move these checkpoints away."
             )
         state = jax.tree.map(_array, state)
         digested = digest(state)
@@ -116,7 +123,7 @@ class Checkpoints:
         manifest = Manifest(step, array_types(state), digested.checksums, dict(meta))
         items = {"state": state, "meta": to_json(manifest)}
         with self._together(partial(self._not_saved, step)):
-            self._probe()  # if Orbax itself fails to make it, its threads delay exit for minutes
+            self._probe()  # if Orbax itself fails here, its threads delay exit for minutes
         with self._together(partial(self._not_saved, step)):
             checkpointer = self._checkpointer = self._checkpointer or self._opened()
             self._pending = step, checkpointer.save_checkpointables_async(step, items, force=True)
@@ -125,7 +132,7 @@ class Checkpoints:
         return True
 
     def meta(self, step: int) -> dict[str, Any]:
-        """Return the JSON saved with `step`; CheckpointError if none, DamagedError if damaged."""
+        """Return the JSON saved with `step`. CheckpointError if missing, DamagedError if faulty."""
         return self._manifest(step).meta
 
     def unlike(self, step: int, abstract_state: Any) -> list[str]:
@@ -135,9 +142,14 @@ class Checkpoints:
     def restore(self, step: int, abstract_state: Any) -> Any:
         """Return the state saved at `step`, in the structure and shardings of `abstract_state`.
 
-        abstract_state: `jax.ShapeDtypeStruct`s with shardings, on any mesh, of arrays that `unlike`
-        finds equal: Orbax casts silently to another dtype. DamagedError where files are unreadable
-        or the state is not the one that was saved, CheckpointError without such a checkpoint.
+        Args:
+            step: Step of a finished checkpoint.
+            abstract_state: `jax.ShapeDtypeStruct`s with shardings, on any mesh. Call `unlike`
+                first: Orbax casts to another dtype silently.
+
+        Raises:
+            DamagedError: Files are unreadable, or a checksum differs.
+            CheckpointError: There is no such checkpoint.
         """
         manifest = self._manifest(step)
         state = self._load(step, {"state": abstract_state})["state"]
@@ -146,12 +158,12 @@ class Checkpoints:
         return state
 
     def param_types(self, step: int) -> dict[str, str]:
-        """Return dtype and shape by name of the parameters saved at `step`. Raises as `meta`."""
+        """Return dtype and shape of each parameter saved at `step`, by name. Raises as `meta`."""
         arrays, prefix = self._manifest(step).arrays, "params/"
         return {name[len(prefix) :]: arrays[name] for name in arrays if name.startswith(prefix)}
 
     def restore_params(self, step: int, place: Any) -> Any:
-        """Return the parameters saved at `step`, in their structure. Raises as `restore`.
+        """Return the parameters saved at `step`, in their saved structure. Raises as `restore`.
 
         place: a device, or `jax.ShapeDtypeStruct`s with shardings.
         """
@@ -161,7 +173,7 @@ class Checkpoints:
                 described = ocp.checkpointables_metadata(str(self._path(step)))
             stored = described.metadata["state"]["params"]
         except Exception as error:  # Orbax has no error class for unreadable files
-            what = "the description of its arrays is not what was saved"
+            what = "the description of its arrays is damaged"
             raise self._damaged(step, what) from error
         wanted = place
         if isinstance(place, jax.Device):
@@ -175,11 +187,11 @@ class Checkpoints:
         return state["params"]
 
     def aside(self, kind: str) -> tuple[str, ...]:
-        """Return the names of the checkpoints that `set_aside` has moved away as `kind`."""
+        """Return the names of the checkpoints that `set_aside` has renamed as `kind`."""
         return tuple(sorted(path.name for path in self.directory.glob(f"*.{kind}*")))
 
     def set_aside(self, step: int, kind: str = "damaged") -> str:
-        """Rename the checkpoint of `step`, which is `kind`, and return its new name."""
+        """Rename the checkpoint of `step` to `<step>.<kind>` or similar; return the new name."""
         assert self._keep is not None, "not open for saving"
         names = (f"{step}.{kind}{suffix}" for suffix in ("", *(f".{n}" for n in range(2, 1000))))
         name = next(name for name in names if not (self.directory / name).exists())
@@ -194,13 +206,14 @@ class Checkpoints:
         return name
 
     def go_back(self, step: int) -> list[str] | None:
-        """Set the checkpoints after `step` aside; return their names, the newest first.
+        """Set aside the checkpoints after `step`; return their new names, the newest first.
 
-        None: an earlier call did, whose run goes on from there. CheckpointError as `set_aside`.
+        Returns None if an earlier call has done so: later checkpoints then belong to the new run.
+        Raises CheckpointError as `set_aside`.
         """
         kind, under_way = f"after-{step}", self.directory / f".going-back-to-{step}"
         is_done = bool(self.aside(kind)) and not under_way.exists()
-        if self._gather("done" if is_done else "")[0]:  # before the first of them changes anything
+        if self._gather("done" if is_done else "")[0]:  # answer of process 0, before any rename
             return None
         later = [each for each in reversed(self.steps()) if each > step]
         cannot = f"The checkpoints after step {step} in {self.directory} cannot be moved away"
@@ -215,34 +228,34 @@ class Checkpoints:
         return names
 
     def poll(self) -> None:
-        """Raise SaveError if the save under way has failed by now; does not wait for it."""
+        """Raise SaveError if the save under way has failed; does not wait for its end."""
         if self._pending is None or self._checkpointer is None:
             return
         if not any(self._gather("busy" if self._checkpointer.is_saving_in_progress() else "")):
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the save under way is finished. SaveError if it failed."""
+        """Wait until the save under way has finished. SaveError if it failed."""
         if self._pending is None or self._checkpointer is None:
             return
         (step, response), self._pending = self._pending, None
         with self._together(partial(self._not_saved, step)):
             try:
-                response.result()  # also ends the response's thread
+                response.result()  # also stops the response's thread
             finally:
-                # reports a failure once to each thread: hear it here, not in `close`
+                # Orbax raises a failure once in each thread: raise it here, not in `close`
                 self._checkpointer.wait()
         self._saved(step)
 
     def close(self) -> None:
-        """Wait for the save under way, and end Orbax's threads; SaveError if it failed."""
+        """Wait for the save under way, then stop Orbax's threads. SaveError if the save failed."""
         try:
             self.wait()
         finally:
             self._shut()
 
     def _opened(self) -> ocp.training.Checkpointer:
-        """Return Orbax's writer, after it has removed the remains of interrupted saves."""
+        """Open Orbax's writer, which removes the remains of interrupted saves; return it."""
         assert self._keep is not None
         policies: Any = ocp.training.preservation_policies
         kept = [policies.LatestN(self._keep)]
@@ -257,7 +270,7 @@ class Checkpoints:
 
     def _shut(self) -> None:
         if self._checkpointer is not None:
-            with contextlib.suppress(Exception):  # of a failed save, which `wait` has raised
+            with contextlib.suppress(Exception):  # a failed save: `wait` has raised it
                 self._checkpointer.close()
             self._checkpointer = None
 
@@ -271,7 +284,7 @@ class Checkpoints:
             error = failure
             reason = late if orbax_io.is_timeout(error) else error_reason(error)
         reasons = self._gather(reason)
-        # a process that fails makes the others late
+        # a time-out comes last: it follows from another process's failure
         failures = sorted((why == late, number) for number, why in enumerate(reasons) if why)
         if failures:
             _, number = failures[0]
@@ -286,11 +299,11 @@ class Checkpoints:
         record = self._load(step, {"meta": None})["meta"]
         try:
             return from_json(record, step)
-        except ValueError as error:  # in every process: all read the same file
+        except ValueError as error:  # raised in every process: all read the same file
             raise self._damaged(step, error_reason(error)) from error
 
     def _check(self, step: int, manifest: Manifest, state: Any) -> None:
-        """Raise DamagedError where an array of a restored state is not the one that was saved."""
+        """Raise DamagedError if the checksum of a restored array differs from the saved one."""
         checksums = digest(state).checksums
         wrong = [name for name in checksums if checksums[name] != manifest.checksums[name]]
         if wrong:
@@ -314,14 +327,14 @@ class Checkpoints:
             return ocp.load_checkpointables(str(path), items)
 
     def _path(self, step: int) -> Path:
-        """Return where `step` is stored. CheckpointError if it is not."""
+        """Return the directory of `step`. CheckpointError if there is no such checkpoint."""
         steps = self.steps()
         if step not in steps:
             listed = f"it holds {_listed(steps)}. Use one of them"
             held = listed if steps else "it holds none. Use another run.dir"
             raise CheckpointError(
                 f"No checkpoint of step {step} in {self.directory}: {held}, or run.resume=auto "
-                "to take what is there."
+                "to take the newest one, if any."
             )
         return self.directory / str(step)
 
@@ -332,7 +345,7 @@ class Checkpoints:
         return DamagedError(step, what, f"Move it away to {resume}.")
 
     def _not_saved(self, step: int, reason: str) -> SaveError:
-        """Close the writer, and return the error of a failed save."""
+        """Close the writer; return the error of a failed save."""
         self._pending = self._current = None
         self._shut()
         latest, kept = self.latest(), "no checkpoint is finished"
@@ -345,9 +358,9 @@ class Checkpoints:
 
 
 def read_newest(newest: Callable[[], int], read: Callable[[int], T]) -> T:
-    """Return read(step) of the newest checkpoint; again where a save replaces it meanwhile.
+    """Return read(step) of the newest checkpoint; repeat if a save has replaced it meanwhile.
 
-    newest: returns its step. CheckpointError as of `newest` and `read`.
+    newest: returns the step of the newest checkpoint. Raises as `newest` and `read`.
     """
     step = newest()
     while True:
@@ -360,7 +373,7 @@ def read_newest(newest: Callable[[], int], read: Callable[[int], T]) -> T:
 
 
 def _array(leaf: Any) -> jax.Array | np.ndarray:
-    """Return the leaf, with a numpy scalar, which Orbax refuses, as an array of its dtype."""
+    """Return a leaf; a numpy scalar, which Orbax refuses, becomes an array of its dtype."""
     assert isinstance(leaf, jax.Array | np.ndarray | np.generic), (
         f"a state holds arrays only, not {type(leaf)}"
     )
@@ -372,7 +385,7 @@ def _listed(steps: Sequence[int]) -> str:
 
 
 def stored_lora(checkpoints: Checkpoints, step: int) -> Lora | None:
-    """Return the adapters of a checkpoint by its run's settings, or None."""
+    """Return the adapters of a checkpoint, from its run's settings; None if it has no adapters."""
     optim = checkpoints.meta(step).get("config", {}).get("optim", {})
     if not isinstance(optim, Mapping) or optim.get("train") != "lora":
         return None
@@ -381,7 +394,7 @@ def stored_lora(checkpoints: Checkpoints, step: int) -> Lora | None:
 
 
 def merged_params(checkpoints: Checkpoints, step: int, device: Any) -> Any:
-    """Return the parameters of a checkpoint on one device, in natural order, adapters merged in."""
+    """Return a checkpoint's parameters on one device, in natural order, with adapters merged."""
     lora = stored_lora(checkpoints, step)
     params = checkpoints.restore_params(step, device)
     return params if lora is None else jax.jit(partial(merged, scale=lora.scale))(params)

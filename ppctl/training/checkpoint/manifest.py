@@ -1,15 +1,14 @@
-"""The manifest of a checkpoint: step, arrays, checksums, metadata, and a hash of all that.
+"""The manifest of a checkpoint: step, arrays, checksums, metadata, and a hash of these.
 
-A checksum is of an array, the same on every mesh, sharding and number of processes.
+The checksum of an array is the same for every mesh, sharding and number of processes.
 
 With w_k the k-th 32-bit word of an array in natural order, R odd and h a mixing bijection of
 32-bit words, the checksum is sum_k h(w_k ^ (R k mod 2^32)) mod 2^32, for two functions h: 64 bits.
 
-One wrong word always shows: h is a bijection, so exactly one term changes. Other damage goes
-unseen with a chance of about 2^-64, swapped words included: a ^ R i = a ^ R j only if i = j, for
-R odd and fewer than 2^32 words. (Sums of words times odd weights would miss two flipped signs:
-2^31 odd + 2^31 odd = 0.) Addition mod 2^32 has no rounding and no order, so each device sums its
-shards.
+One wrong word is always detected: h is a bijection, so exactly one term changes. Other damage is
+missed with a probability of about 2^-64. That includes swapped words, because R k differs for each
+k below 2^32 if R is odd. (Sums of words times odd weights would miss two flipped signs: 2^31 odd +
+2^31 odd = 0.) Addition mod 2^32 has no rounding and any order, so each device sums its shards.
 """
 
 import functools
@@ -26,7 +25,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 Tree = Any
-# shifts and factors of murmur3's fmix32 and of lowbias32
+# (shift, factor, shift, factor, shift) of murmur3's fmix32 and of lowbias32
 H = (16, 0x85EBCA6B, 13, 0xC2B2AE35, 16), (16, 0x7FEB352D, 15, 0x846CA68B, 16)
 R = 0x9E3779B9  # 2^32 / golden ratio
 
@@ -34,20 +33,20 @@ R = 0x9E3779B9  # 2^32 / golden ratio
 class Manifest(NamedTuple):
     step: int
     arrays: dict[str, str]  # dtype and shape by name
-    checksums: dict[str, str]  # by name
-    meta: dict[str, Any]  # as it was given to `Checkpoints.save`
+    checksums: dict[str, str]  # 16 hexadecimal digits by name
+    meta: dict[str, Any]  # metadata passed to `Checkpoints.save`
 
 
 def to_json(manifest: Manifest) -> dict[str, Any]:
-    """Return the manifest as plain JSON, with a hash of all of it."""
+    """Return the manifest as plain JSON, with a SHA-256 of its content."""
     content = json.loads(json.dumps(manifest._asdict(), allow_nan=False))
     return {**content, "sha256": _hash(content)}
 
 
 def from_json(record: Any, step: int) -> Manifest:
-    """Return the manifest of `step`; ValueError if the record is incomplete or another step's."""
+    """Return the manifest of `step`. ValueError if incomplete, damaged or another step's."""
     if not isinstance(record, dict) or set(record) != {*Manifest._fields, "sha256"}:
-        raise ValueError("meta/data.json is not what ppctl writes")
+        raise ValueError("meta/data.json does not have the entries that ppctl writes")
     content = {name: value for name, value in record.items() if name != "sha256"}
     if record["sha256"] != _hash(content):
         raise ValueError("meta/data.json does not have the hash stored in it")
@@ -57,7 +56,7 @@ def from_json(record: Any, step: int) -> Manifest:
 
 
 def array_types(tree: Any) -> dict[str, str]:
-    """Return dtype and shape by name of each array of a state.
+    """Return the dtype and shape of each array of a state, by name.
 
     >>> array_types({"w": jax.ShapeDtypeStruct((2, 3), "float32")})
     {'w': 'float32[2,3]'}
@@ -71,7 +70,7 @@ def array_types(tree: Any) -> dict[str, str]:
 
 
 def differences(stored: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
-    """Return a phrase for each array that is not stored as wanted.
+    """Return a phrase for each array whose stored dtype or shape differs from the wanted one.
 
     >>> differences({"w": "float32[2,3]"}, {"w": "float32[4,3]"})
     ['w is stored as float32[2,3], wanted float32[4,3]']
@@ -91,12 +90,12 @@ def _hash(content: Any) -> str:
 
 
 class Digest(NamedTuple):
-    is_finite: bool  # every number of the tree
-    checksums: dict[str, str]  # 16 hexadecimal digits by the name of the array
+    is_finite: bool  # True if every number of the tree is
+    checksums: dict[str, str]  # 16 hexadecimal digits by name
 
 
 def digest(tree: Tree) -> Digest:
-    """Return the checksums of a tree's arrays; all processes must call it.
+    """Return the checksums of a tree's arrays. All processes must call it.
 
     >>> digest({"w": jnp.arange(3), "b": jnp.zeros(())}).checksums.keys()
     dict_keys(['b', 'w'])
@@ -109,14 +108,14 @@ def digest(tree: Tree) -> Digest:
 
 
 def names(tree: Tree) -> list[str]:
-    """Return the name of each array: the keys that lead to it, joined by /."""
+    """Return the name of each array: the keys of its path, joined by /."""
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     return [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
 
 
 @functools.cache
 def _program(everywhere: NamedSharding | None) -> Any:
-    """Return the compiled sums, replicated so that every process can read them."""
+    """Return `_sums` under jit, its results replicated so that every process can read them."""
     return jax.jit(_sums, out_shardings=everywhere)
 
 
@@ -129,7 +128,7 @@ def _sums(tree: Tree) -> tuple[jax.Array, jax.Array]:
 
 
 def _words(a: jax.Array) -> jax.Array:
-    """Return the bits of an array as uint32, with one more dim for 64-bit numbers."""
+    """Return the bits of an array as uint32; 64-bit numbers get one more dimension of size 2."""
     if jnp.issubdtype(a.dtype, jnp.complexfloating):
         a = jnp.stack([a.real, a.imag], axis=-1)
     if a.dtype == jnp.bool_:
@@ -140,7 +139,7 @@ def _words(a: jax.Array) -> jax.Array:
 
 
 def _checksum(a: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (is all finite, [2] uint32) in one reduction: three took 3 times as long."""
+    """Return (all finite, checksums [2] uint32) in one reduction: three take 3 times as long."""
     if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
         a = jax.random.key_data(a)
     words = _words(a)
@@ -160,7 +159,7 @@ def _checksum(a: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _mix(x: jax.Array, h: tuple[int, ...]) -> jax.Array:
-    """Apply a bijection: xor with a right shift, and multiplication by an odd number."""
+    """Apply the bijection h: xors with right shifts and multiplications by odd numbers."""
     for shift, factor in zip(h[0::2], (*h[1::2], None), strict=True):
         x = x ^ (x >> np.uint32(shift))
         x = x if factor is None else x * np.uint32(factor)

@@ -1,4 +1,4 @@
-"""Orbax as checkpoints use it: settings, one-line errors, and no output on the terminal."""
+"""Orbax for checkpoints: its settings, one-line errors, and no output on the terminal."""
 
 import errno
 import functools
@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
-# Reasons of the machine as it is now, not of the files: reading may succeed later.
+# Temporary faults of the machine, not of the files: reading may succeed later.
 _ERRNOS = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE)
 PASSING = re.compile(
     "PERMISSION_DENIED|RESOURCE_EXHAUSTED|ut of memory|imed out|not finished after|"
@@ -22,9 +22,10 @@ PASSING = re.compile(
 
 
 def contexts(timeout_s: int) -> tuple[ocp.Context, ocp.Context]:
-    """Return Orbax's settings to write and to read, with `meta` as a JSON file, not arrays.
+    """Return Orbax's contexts for writing and for reading, with `meta` as a JSON file.
 
-    Each process reads by itself: one that met a damaged file would leave the others waiting.
+    Each process reads alone: in a joint read, a process that meets a damaged file would leave the
+    others waiting.
     """
     registry = ocp.handlers.local_registry()
     registry.add(ocp.handlers.JsonHandler, checkpointable_name="meta")
@@ -38,36 +39,36 @@ def contexts(timeout_s: int) -> tuple[ocp.Context, ocp.Context]:
 
 
 def error_reason(error: BaseException) -> str:
-    """Return the cause of an error of Orbax or of the file system, in one line."""
+    """Return the cause of an error of Orbax or of the file system as one line."""
     error = _root_cause(error)
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    if isinstance(error, KeyError) and error.args:  # str(error) is in quotes
+    if isinstance(error, KeyError) and error.args:  # str(error) would add quotes
         text = str(error.args[0])
     if isinstance(error, MemoryError):
         text = f"out of memory: {text}"
-    text = " ".join(text.split(" [tensorstore_spec=")[0].split())  # without the file's layout
-    if len(text) > 300:  # the cause comes first or last
+    text = " ".join(text.split(" [tensorstore_spec=")[0].split())  # drops the file's layout
+    if len(text) > 300:  # characters; the cause comes first or last
         text = f"{text[:150]} ... {text[-150:]}"
     return text.rstrip(".") or type(error).__name__
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Return whether Orbax gave up waiting, here or at a barrier of all processes."""
+    """Return whether Orbax timed out, in this process or at a barrier of all processes."""
     return isinstance(error, TimeoutError) or "imeout waiting at barrier" in str(_root_cause(error))
 
 
 def _root_cause(error: BaseException) -> BaseException:
-    """Return the first cause of an error, which Orbax wraps in one about handlers."""
+    """Return the root cause of an error: Orbax wraps it in an error about handlers."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def silence_orbax() -> None:
-    """Keep Orbax's output off the terminal: each failure is raised as CheckpointError."""
+    """Keep Orbax's output off the terminal: `Checkpoints` raises each failure instead."""
     logging.getLogger("absl").addFilter(_not_of_orbax)
     logging.getLogger("asyncio").addFilter(_not_of_tensorstore)
-    # of a missing file
+    # Orbax leaves coroutines when a file is missing
     warnings.filterwarnings("ignore", r"coroutine '.*' was never awaited", RuntimeWarning)
     if getattr(sys.unraisablehook, "func", None) is not _unless_straggler:
         sys.unraisablehook = functools.partial(_unless_straggler, sys.unraisablehook)
@@ -77,14 +78,14 @@ def _not_of_orbax(record: logging.LogRecord) -> bool:
     return f"{os.sep}orbax{os.sep}" not in record.pathname
 
 
-# When one array fails to load, Orbax raises that and closes its event loop while it still reads the
-# others. Those end in asyncio's log, or as exceptions in threads that nobody can catch.
+# When one array fails to load, Orbax raises its error and closes the event loop, while reads of
+# other arrays still run. Their errors reach asyncio's log, or threads where nobody can catch them.
 def _not_of_tensorstore(record: logging.LogRecord) -> bool:
     return not (record.exc_info and "tensorstore" in str(record.exc_info[1]).lower())
 
 
 def _unless_straggler(hook: Callable[[Any], Any], unraisable: Any) -> None:
-    code = getattr(unraisable.object, "cr_code", None)  # of a coroutine
+    code = getattr(unraisable.object, "cr_code", None)  # coroutines have this attribute
     of_orbax = code is not None and f"{os.sep}orbax{os.sep}" in code.co_filename
     if not of_orbax and str(unraisable.exc_value) != "Event loop is closed":
         hook(unraisable)

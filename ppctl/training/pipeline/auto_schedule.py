@@ -1,8 +1,9 @@
-"""The model as `schedule=auto` sees it: relative seconds of stages, bytes of ranks by shapes.
+"""The costs of a model for `schedule=auto`: relative times of stages, and bytes of ranks.
 
-Both follow from the request alone, so that every process and command finds the same schedule. With
-executor=mpmd a rank holds its layers, residuals and values in transit; with executor=spmd all ranks
-hold as many layers as the largest, and slots. Temporaries of tasks and the update are not counted.
+Both are computed from the request and array shapes, so every process and command finds the same
+schedule. With executor=mpmd a rank holds its layers, residuals and values in transit. With
+executor=spmd every rank holds as many layers as the largest rank, and buffer slots. Temporaries of
+tasks and of the update are not counted.
 """
 
 from collections.abc import Callable
@@ -19,21 +20,22 @@ from ppctl.schedule.tick_lowering import Ticks
 from ppctl.training.pipeline.engines.train_states import States
 from ppctl.training.pipeline.pipeline import Pipeline
 
-VALUES = 4  # activations and gradients of a microbatch in transit to or from a rank at once
+VALUES = 4  # activations or gradients of a microbatch in transit at a rank at a time
 
 
 @dataclass(frozen=True)
 class ModelCosts:
     """The costs of a model's stages on any placement.
 
-    probe: the model pipelined by any schedule. divide: rank of each stage -> layers of each stage.
+    probe: a pipeline of the model, with any schedule. divide: maps the rank of each stage to the
+    layers of each stage.
     """
 
     probe: Pipeline
     divide: Callable[[tuple[int, ...]], Partition]
 
     def layers(self, *, with_bytes: bool) -> LayerCosts:
-        """Return the model's costs; with_bytes: with its bytes on ranks of executor=mpmd."""
+        """Return the costs of the layers; with_bytes adds their bytes on ranks of executor=mpmd."""
         relative, remat = self.probe.relative_costs, self.probe.execution.remat
         layer = PieceTimes(1.0, 1.0 + remat.recomputes, 1.0)
         whole = lambda cost: PieceTimes(0.0, cost * layer.all_s, 0.0)  # noqa: E731
@@ -42,7 +44,7 @@ class ModelCosts:
         return LayerCosts(relative.layers, times, self.divide, held, keeps_input=keeps_input)
 
     def _bytes(self) -> LayerBytes:
-        """Return the bytes of pieces on ranks of executor=mpmd."""
+        """Return the bytes of a layer, embedding, head and values in transit, for executor=mpmd."""
         # 1. layers
         probe, model, fsdp = self.probe, self.probe.model, self.probe.mesh.shape["fsdp"]
         params = param_bytes(probe.states.natural, model, probe.layout.shards)
@@ -50,7 +52,7 @@ class ModelCosts:
         copies = 1 / fsdp if probe.execution.gathers_by_layer else 1.0
         padded, layer = params.held(params.layer, params.trained_layer, fsdp, copies)
 
-        # 2. embedding and head, each with its data
+        # 2. the embedding with the inputs, the head with the targets
         embed_head, sizes = model.held["embed_head"], list[float]()
         for use, name in zip(model.uses, ("inputs", "targets"), strict=True):
             whole = tree_bytes(model.keep(embed_head, use))
@@ -58,13 +60,13 @@ class ModelCosts:
             held = params.held(whole, trained, fsdp)
             sizes.append(sum(held) + tree_bytes(model.microbatch[name]) * model.num_microbatches)
 
-        # 3. values in transit; with remat=full stages keep their inputs
+        # 3. stashed values and values in transit; with remat=full stages keep only their inputs
         x, keeps_input = tree_bytes(model.x), probe.execution.remat.keeps_input_only
         waiting = (0.0, pending, x) if keeps_input else (stash, pending, 0.0)
         return LayerBytes(layer, padded, *waiting, *sizes, rank=VALUES * x)
 
     def in_ticks_bytes(self, lowered: Ticks) -> int:
-        """Return the bytes of a device with executor=spmd, as its program holds them."""
+        """Return the bytes of the state, buffers and batch on one device with executor=spmd."""
         probe, states = self.probe, self._states(lowered.schedule.rank_of)
         layers = states.staged["params"]["layers"]
         held = spmd_bytes(probe.model, states.layout, lowered, layers)
@@ -72,7 +74,7 @@ class ModelCosts:
         return state + sum(held.values()) + probe.engine.memory()[0]["batch"]
 
     def _states(self, rank_of: tuple[int, ...]) -> States:
-        """Return the states on a placement, memoized."""
+        """Return the states of the model on a placement, memoized."""
         if rank_of not in self._placed:
             layout = replace(self.probe.layout, partition=self.divide(rank_of), rank_of=rank_of)
             self._placed[rank_of] = replace(self.probe.states, layout=layout)

@@ -1,4 +1,4 @@
-"""`ppctl.pipeline`: a request checked, and made a `Pipeline`, for the command line and scripts."""
+"""`ppctl.pipeline`: check a request and build its `Pipeline`, for commands and scripts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -57,23 +57,23 @@ def pipeline(
     metrics: Mapping[str, Metric] | None = None,
     **options: Any,
 ) -> Pipeline:
-    """Return a model pipelined over a mesh; ConfigError or ScheduleError before any compiling.
+    """Return a model pipelined over a mesh. ConfigError, ScheduleError: before any compilation.
 
     Args:
-        model: A `Stack`, or a `Network`, cut at its marks, or into `layers` layers by their work.
-        mesh: As `ppctl.mesh` makes it.
+        model: A `Stack`, or a `Network`: cut at its marks, or into `layers` layers of equal work.
+        mesh: A result of `ppctl.mesh`.
         schedule: The name of a family, `ppctl.family(...)`, or a `Schedule`.
-        num_microbatches: Of a step; required with a name, otherwise the schedule's.
+        num_microbatches: Microbatches of a step in each replica; needed unless given a `Schedule`.
         batch: {"inputs", "targets"}: a global batch, or its shapes and dtypes.
-        optimizer: Of optax, for each parameter by itself; sees the author's tree, layer by layer.
-        executor: spmd | mpmd | reference, or a value: `ppctl.spmd(...)`.
+        optimizer: An optax optimizer that updates each parameter by itself, layer by layer.
+        executor: spmd | mpmd | reference, or with options, such as `ppctl.spmd(...)`.
         partition: uniform | balanced (by FLOPs) | the number of layers of each stage.
-        vocab: whole (embedding and head on first and last stage) | parallel (on all ranks).
-        dtype, clip_norm: Of compute (None: bfloat16 on accelerators); of the global norm, or None.
-        metrics: Functions (outputs, {"targets"}) -> values [examples, ...] | (values, weights), by
-            name, whose means steps and evaluations report.
-        lr_schedule, seed: The learning rate of a step, to report; of `init` and random keys.
-        options: Settings of the executor (remat, gather, ...) and of the schedule (num_chunks=2).
+        vocab: whole (embedding on the first stage, head on the last) | parallel (on all ranks).
+        dtype, clip_norm: The compute dtype (None: bfloat16 on accelerators); the global norm limit.
+        metrics: Functions by name: (outputs, {"targets"}) -> values [examples, ...], or (values,
+            weights). Steps and evaluations report their means.
+        lr_schedule, seed: The learning rates to report; the seed of `init` and of random keys.
+        options: Options of the executor (remat, gather, ...) and the schedule (num_chunks=2).
     """
     # 1. the request
     optimizer = checked_optimizer(optimizer, model, mesh, clip_norm)
@@ -82,14 +82,14 @@ def pipeline(
     execution, knobs = execution_of(executor, mesh, options)
     plan = request.schedule_for(schedule, mesh, num_microbatches, knobs, shapes)
     stack = request.layered_stack(model, batch, layers, dtype)
-    # 2. the order of tasks by their relative costs; layers on stages, stages on devices
+    # 2. tasks in schedule order; layers on stages, stages on devices
     work = _scheduled(stack, shapes, dtype, schedule, plan, vocab, execution)
     step, execution, of_stages = work
     layers_of = request.partition_for(partition, stack.num_layers, plan, of_stages)
     counting = with_metrics(stack, metrics or {}, shapes, dtype)
     divided, shards, auto = request.divided(counting, execution, mesh, shapes)
     layout = Layout(mesh, layers_of, plan.rank_of, shards, auto)
-    # 3. the state, and the engine that runs its steps
+    # 3. the initial state, the engine that runs the steps, and the pipeline
     on_layers = _on_layers(stack, layout, optim.clipped(optimizer, clip_norm), execution)
     start = lambda seed: init_state(init(stack, seed), on_layers, stack.options.trainable)  # noqa: E731
     states = States(layout, start, state_shapes(stack, on_layers), seed)
@@ -109,7 +109,10 @@ def _scheduled(
     vocab: str,
     execution: Execution,
 ) -> tuple[ScheduledStep, Execution, Callable[[], RelativeCosts]]:
-    """Return the schedule, with vocab=parallel on all ranks, and the next fields of `Pipeline`."""
+    """Return the scheduled step, its execution, and a function of the layers' relative costs.
+
+    With vocab=parallel the step also has the embedding and head passes of all ranks.
+    """
     remat, params = execution.remat, stack.param_shapes
     checked_flags(params, stack.options.trainable)
     trained = trained_share(params["layers"], stack.trains("layers"))
@@ -130,7 +133,7 @@ def _scheduled(
 def _on_layers(
     stack: Stack, layout: Layout, optimizer: optax.GradientTransformation, execution: Execution
 ) -> ModelOptimizer:
-    """Return the optimizer of the stack's trained parameters."""
+    """Return the trained parameters' optimizer. ConfigError if vocab=parallel rules it out."""
     params = trained_part(stack.param_shapes, stack.options.trainable)
     if stack.options.network is not None:
         return network_optimizer(optimizer, stack.options.network, params, layout)

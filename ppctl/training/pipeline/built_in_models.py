@@ -1,4 +1,4 @@
-"""The models that ppctl ships, by their settings, and the model that a config names."""
+"""The built-in models, made from their settings, and the model of a config."""
 
 from dataclasses import fields, replace
 from functools import partial
@@ -34,21 +34,23 @@ def transformer(
     lora: Lora | None = None,
     **sizes: Any,
 ) -> Stack:
-    """Return a decoder-only transformer as a `Stack`. inputs, targets: token ids [batch, tokens].
+    """Return a decoder-only transformer as a `Stack`.
 
-    A target of -1 counts neither in the sum of losses nor in their number.
+    Inputs and targets are token ids [batch, tokens]. Targets of -1 have no loss and are not counted
+    in the number of losses.
 
     Args:
         vocab_size: Number of token ids.
-        dtype: Of parameters.
-        packed: Sequences may hold several documents that do not attend to each other. The first
-            token of each is written as its complement, ~id.
-        lora: Adapters next to the linear maps of the blocks; only they are trained:
-            `ppctl.Lora(rank=16, alpha=32)`.
-        sizes: Fields of `ppctl.config.Transformer` (num_layers, d_model, window, ...: `ppctl train
-            --help model=transformer` lists them), with its defaults.
+        dtype: Dtype of the parameters.
+        packed: Whether a sequence may hold several documents, which do not attend to each other.
+            The first token of each document is then written as its complement, ~id.
+        lora: Adapters of the blocks' linear maps, such as `ppctl.Lora(rank=16, alpha=32)`. Only the
+            adapters are trained.
+        sizes: Fields of `ppctl.config.Transformer` (num_layers, d_model, window, ...), with its
+            defaults; `ppctl train --help model=transformer` lists them.
 
-    ConfigError: a size is unknown or does not fit the others.
+    Raises:
+        ConfigError: A size is unknown or does not fit the others.
     """
     sizes |= {"vocab_size": vocab_size}
     model = _checked(settings.Transformer, sizes, drop=("name", "seq_len"))
@@ -63,23 +65,25 @@ def attention(
     softcap: float | None = None,
     window: int | None = None,
 ) -> Kernel:
-    """Return causal grouped-query attention for custom models, by the transformer's kernels.
+    """Return causal grouped-query attention for custom models, with the transformer's kernels.
 
-    It maps q [batch, tokens, heads, width], k and v [batch, tokens, kv heads, width], with kv heads
-    dividing heads, to [batch, tokens, heads, width]. A fourth argument, int [batch, tokens],
-    numbers the documents of packed sequences, which do not attend to each other. It runs in both
-    executors, and compiles for described devices too.
+    The result maps q [batch, tokens, heads, width] and k, v [batch, tokens, kv heads, width] to
+    [batch, tokens, heads, width]; the kv heads divide the heads. An optional fourth argument, int
+    [batch, tokens], numbers the documents of packed sequences, which do not attend to each other.
+    It runs in both executors, and compiles for hardware that is only described.
 
     Args:
-        kernel: auto, xla, chunked, cudnn or pallas, as `model.attention`.
-        device: A target device, by which auto chooses; None: the first attached one.
-        scale: Of the scores; None: 1 / sqrt(width).
-        softcap: c of scores c * tanh(score / c); None: no cap.
-        window: Last tokens that each attends to, itself included; None: all before it.
+        kernel: auto | xla | chunked | cudnn | pallas, as `model.attention`.
+        device: Target device, which decides the kernel of auto; None: the first attached device.
+        scale: Factor of the scores; None: 1 / sqrt(width).
+        softcap: Cap c of the scores: c * tanh(score / c); None: no cap.
+        window: Number of most recent tokens that a token attends to, itself included; None: all.
 
-    Calling it raises ConfigError if device, dtype or shapes do not allow the kernel.
+    Raises:
+        ConfigError: An argument is impossible. The result raises it when called, if device, dtype
+            or shapes do not allow the kernel.
     """
-    # a wrong argument is refused when the model is made
+    # check now: a wrong argument fails when the model is made, not when it is traced
     choice("kernel", kernel, ATTENTIONS)
     above_zero("scale", scale)
     above_zero("softcap", softcap)
@@ -88,10 +92,19 @@ def attention(
 
 
 def mlp(*, input_dim: int, target_dim: int, dtype: Any = jnp.float32, **sizes: Any) -> Stack:
-    """Return a perceptron for regression: inputs [batch, input_dim], targets [.., target_dim].
+    """Return a perceptron for regression as a `Stack`.
 
-    dtype: of parameters. sizes: num_layers, d_model, activation (relu | tanh | gelu), as in
-    `ppctl.config.MLP`, with its defaults. ConfigError if a size is unknown or impossible.
+    Inputs are [batch, input_dim], targets [batch, target_dim].
+
+    Args:
+        input_dim: Features per example.
+        target_dim: Targets per example.
+        dtype: Dtype of the parameters.
+        sizes: Fields of `ppctl.config.MLP` (num_layers, d_model, activation: relu | tanh | gelu),
+            with its defaults.
+
+    Raises:
+        ConfigError: A size is unknown or impossible.
     """
     return _mlp(_checked(settings.MLP, sizes, drop=("name",)), input_dim, target_dim, dtype)
 
@@ -103,11 +116,11 @@ def _mlp(model: settings.MLP, input_dim: int, target_dim: int, dtype: Any) -> St
 
 
 def _checked(schema: type, sizes: dict[str, Any], drop: tuple[str, ...]) -> Any:
-    """Return checked settings of a model. ConfigError for unknown, dropped or impossible sizes."""
+    """Return a model's checked settings. ConfigError for unknown or impossible sizes."""
     names = [field.name for field in fields(schema) if field.name not in drop]
     unknown = [name for name in sizes if name not in names]
     if unknown:
-        raise ConfigError(f"{unknown[0]} is no size of this model. It has {', '.join(names)}.")
+        raise ConfigError(f"{unknown[0]} is not a size of this model. It has {', '.join(names)}.")
     model = settings_from(schema, sizes, "model")
     model.check()
     return model
@@ -116,7 +129,7 @@ def _checked(schema: type, sizes: dict[str, Any], drop: tuple[str, ...]) -> Any:
 def architecture(
     model: settings.Transformer, vocab_size: int, lora: Lora | None = None
 ) -> Architecture:
-    """Return a transformer's sizes and variants by its settings and those of its family."""
+    """Return a transformer's sizes and variants, from its settings and those of its family."""
     family, theta = FAMILIES[model.family], model.rope.local_theta
     if lora is not None:
         model.moe.check_frozen()
@@ -150,7 +163,7 @@ def architecture(
 
 
 def expert_sizes(model: settings.Transformer) -> ExpertSizes | None:
-    """Return a transformer's experts by their settings, or None."""
+    """Return the sizes of a transformer's experts; None without experts."""
     moe = model.moe
     if moe.num_experts is None:
         return None
@@ -178,7 +191,7 @@ def expert_sizes(model: settings.Transformer) -> ExpertSizes | None:
 
 
 def _rope(rope: RopeSettings) -> Rope:
-    """Return rotary positions by their settings."""
+    """Return the rotary positions of these settings."""
     match rope.record:
         case None:
             return Rope(rope.theta)
@@ -208,7 +221,7 @@ def _transformer(
     packed: bool,
     device: Any = None,
 ) -> Stack:
-    """Return the stack of a transformer of these sizes, with the kernel of its settings."""
+    """Return a transformer of these sizes as a stack, with the attention kernel of its settings."""
     mix = lambda axes, scoring: attention_of(model.attention, device, axes, scoring)  # noqa: E731
     how: dict[str, Any] = {"mix": mix, "dtype": dtype, "packed": packed, "device": device}
     stack = transformer_model.transformer(**vars(sizes), **how)
@@ -233,15 +246,15 @@ def make_stack(
     lora: Lora | None = None,
     cp: int = 1,
 ) -> Stack:
-    """Return the model of these settings, of the size that the data needs.
+    """Return the model of these settings, with the input and output sizes of the data.
 
-    compute: the dtype of compute. device: a target device, attached or only described. cp: devices
-    that share a sequence.
+    compute: the compute dtype. device: a target device, attached or only described. cp: the number
+    of devices that share a sequence.
     """
-    dtype = jnp.promote_types(compute, jnp.float32)  # of parameters
+    dtype = jnp.promote_types(compute, jnp.float32)  # dtype of the parameters
     if isinstance(model, settings.Transformer):
         sizes = architecture(model, _vocab_size(model, data), lora)
-        attention_kernels(model, cp, compute, device, data)  # refuses those that cannot run
+        attention_kernels(model, cp, compute, device, data)  # raises for a kernel that cannot run
         expert_kernel(model, compute, device)
         return _transformer(model, sizes, dtype=dtype, packed=data.is_packed, device=device)
     if isinstance(model, settings.CustomModel):
@@ -256,7 +269,7 @@ def make_stack(
 
 
 def _vocab_size(model: settings.Transformer, data: DataSet) -> int:
-    """Return the transformer's vocabulary. ConfigError if the data does not fit it."""
+    """Return the transformer's vocabulary size. ConfigError if the data needs a larger one."""
     num_ids = data.vocab_size
     if num_ids is None:
         raise ConfigError(
@@ -273,7 +286,7 @@ def _vocab_size(model: settings.Transformer, data: DataSet) -> int:
 
 
 def lora_of(optim: settings.AnyOptim) -> Lora | None:
-    """Return the adapters that a config asks for, or None."""
+    """Return the LoRA adapters of a config, or None."""
     if optim.train != "lora":
         return None
     targets = None if optim.lora_targets is None else tuple(optim.lora_targets)
@@ -283,9 +296,9 @@ def lora_of(optim: settings.AnyOptim) -> Lora | None:
 def attention_kernels(
     model: settings.Transformer, cp: int, compute: jnp.dtype, device: Any, data: DataSet
 ) -> tuple[str, ...]:
-    """Return the kernels of a transformer's layers on a device, the first layer's first.
+    """Return the distinct attention kernels of a transformer on a device, in layer order.
 
-    ConfigError where one cannot run.
+    ConfigError if the device cannot run a kernel.
     """
     length = model.seq_len if cp == 1 else -(-model.seq_len // (2 * cp))
     scorings = [
@@ -298,7 +311,7 @@ def attention_kernels(
 def expert_kernel(model: settings.Transformer, compute: jnp.dtype, device: Any) -> str | None:
     """Return the kernel of a transformer's experts on a device; None without experts.
 
-    ConfigError where it cannot run.
+    ConfigError if the device cannot run it.
     """
     wanted = None if model.moe.num_experts is None else model.moe.kernel
     return None if wanted is None else grouped_products.choose(wanted, device, compute)

@@ -1,4 +1,4 @@
-"""The checks of calls of the Python API: numbers, batches, and the state that a step takes."""
+"""Checks of the arguments of the Python API: numbers, batches and states."""
 
 import operator
 import weakref
@@ -21,23 +21,23 @@ from ppctl.model.stack import Stack
 from ppctl.training.pipeline.engines.post_validation import Attempt
 
 Tree = Any
-NUMBERS = "biuf"  # kinds of NumPy's dtypes that a batch may have, besides bfloat16
+NUMBERS = "biuf"  # NumPy dtype kinds allowed in a batch, besides bfloat16
 X64 = 'call jax.config.update("jax_enable_x64", True) first'
 
 
 def checked_optimizer(
     optimizer: Any, model: Any, mesh: Any, clip_norm: float | None
 ) -> optax.GradientTransformation:
-    """Return the optimizer; ConfigError for arguments of other types, or a wrong norm."""
+    """Return the optimizer. ConfigError if an argument has a wrong type or clip_norm is invalid."""
     if not isinstance(model, Stack | Network):
         what = "a ppctl.Stack or a ppctl.Network"
         raise ConfigError(f"The model is {_short(model)}, not {what}. Use ppctl.transformer(...).")
     if not isinstance(mesh, Mesh):
-        raise ConfigError(f"mesh={_short(mesh)} is no mesh. Use ppctl.mesh(dp=, pp=, fsdp=).")
+        raise ConfigError(f"mesh={_short(mesh)} is not a mesh. Use ppctl.mesh(dp=, pp=, fsdp=).")
     if not isinstance(optimizer, optax.GradientTransformation):
         raise ConfigError(
-            f"optimizer={_short(optimizer)} is no optax.GradientTransformation. Use one, such as "
-            "optax.adamw(1e-3)."
+            f"optimizer={_short(optimizer)} is not an optax.GradientTransformation. Use one, such "
+            "as optax.adamw(1e-3)."
         )
     is_number = isinstance(clip_norm, Real) and 0 < clip_norm < float("inf")  # NaN fails
     if clip_norm is not None and not is_number:
@@ -46,7 +46,7 @@ def checked_optimizer(
 
 
 def whole_number(name: str, value: Any, least: int) -> int:
-    """Return a whole number from `least` to `LARGEST`; ConfigError for any other value.
+    """Return `value` as an int from `least` to `LARGEST`. ConfigError for any other value.
 
     >>> whole_number("seed", np.int64(3), 0)
     3
@@ -63,21 +63,21 @@ def whole_number(name: str, value: Any, least: int) -> int:
 
 
 def floating(name: str, dtype: Any, usual: str) -> jnp.dtype:
-    """Return a floating dtype that JAX computes in, `usual` for None; ConfigError for any other."""
+    """Return a floating dtype that JAX supports; `usual` for None. ConfigError for any other."""
     try:
         found = jnp.dtype(usual if dtype is None else dtype)
     except TypeError:
         found = None
     if found is None or not jnp.issubdtype(found, jnp.floating):
         use = "Use float32, bfloat16 or float64"
-        raise ConfigError(f"{name}={_short(dtype)} is no dtype to compute in. {use}.")
+        raise ConfigError(f"{name}={_short(dtype)} is not a floating dtype. {use}.")
     if jax.dtypes.canonicalize_dtype(found) != found:
-        raise ConfigError(f"{name}={found}, and JAX has 32 bits: {X64}.")
+        raise ConfigError(f"{name}={found} needs 64 bits, but JAX is set to 32: {X64}.")
     return found
 
 
 def _short(value: Any) -> str:
-    """Return a value, or its type if that is long."""
+    """Return the repr of a value, or its type if the repr exceeds 40 characters."""
     text = repr(value)
     return text if len(text) <= 40 else f"<{type(value).__name__}>"
 
@@ -88,7 +88,7 @@ def _short(value: Any) -> str:
 def arrays_of(batch: Any) -> dict[str, Any]:
     """Return {"inputs", "targets"} of a batch as arrays, or as shapes and dtypes.
 
-    inputs may be a dict of arrays, also nested.
+    The inputs may be a dict of arrays, also a nested one.
     """
     if not isinstance(batch, Mapping) or not {"inputs", "targets"} <= set(batch):
         found = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
@@ -99,7 +99,7 @@ def arrays_of(batch: Any) -> dict[str, Any]:
 
 
 def _array_tree(name: str, value: Any) -> Any:
-    """Return an array, or of inputs a dict of arrays."""
+    """Return an array; for inputs also a dict of arrays."""
     if not (isinstance(value, Mapping) and name.startswith("inputs")):
         return _numbers(name, value)
     if not value:
@@ -108,7 +108,7 @@ def _array_tree(name: str, value: Any) -> Any:
 
 
 def named(arrays: Tree) -> dict[str, Any]:
-    """Return the arrays of a batch by name, such as inputs.tokens.
+    """Return the arrays of a batch by dotted name, such as inputs.tokens.
 
     >>> named({"inputs": {"tokens": 1}, "targets": 2})
     {'inputs.tokens': 1, 'targets': 2}
@@ -118,13 +118,13 @@ def named(arrays: Tree) -> dict[str, Any]:
 
 
 def _numbers(name: str, value: Any) -> Any:
-    """Return an array or a shape with a dtype of numbers."""
+    """Return an array, or a shape with a dtype. ConfigError for a dtype that is not numeric."""
     try:
         array = value if hasattr(value, "dtype") and hasattr(value, "shape") else np.asarray(value)
     except ValueError:  # rows of different lengths
         array = np.empty(0, object)
     if array.dtype.kind not in NUMBERS and not jnp.issubdtype(array.dtype, jnp.floating):
-        raise ConfigError(f"{name} are of dtype {array.dtype}, which no model computes with.")
+        raise ConfigError(f"{name} have dtype {array.dtype}, which is not numeric.")
     return array
 
 
@@ -135,10 +135,10 @@ def on_host(
     *,
     any_number: bool = False,
 ) -> dict[str, np.ndarray]:
-    """Return a batch as arrays on the host of the dtypes of `shapes`.
+    """Return a batch as NumPy arrays with the dtypes of `shapes`.
 
-    any_number: of examples; then it may also be {"inputs"}. ConfigError where its shapes or kinds
-    of numbers differ, or the model does not take its values (`check_batch` of the stack).
+    any_number: the batch may have any number of examples, and no targets. ConfigError if its shapes
+    or kinds of numbers differ, or the model rejects its values (`check_batch` of the stack).
     """
     has_targets = not (any_number and isinstance(batch, Mapping) and {*batch} == {"inputs"})
     arrays = arrays_of(batch) if has_targets else {"inputs": _array_tree("inputs", batch["inputs"])}
@@ -159,7 +159,7 @@ def on_host(
 def check_values(
     arrays: Mapping[str, Any], shapes: Mapping[str, jax.ShapeDtypeStruct], stack: Stack
 ) -> None:
-    """Raise ConfigError for other kinds of numbers than `shapes`, or other values (on the host)."""
+    """Raise ConfigError if a dtype does not cast to that of `shapes`, or values do not fit."""
     dtypes = {name: a.dtype for name, a in named(shapes).items()}
     for name, a in named(arrays).items():
         dtype = dtypes[name]
@@ -182,11 +182,11 @@ def check_values(
 
 @dataclass(frozen=True)
 class StateChecks:
-    """The checks of the states of one pipeline, by shapes, shardings and the order of layers.
+    """The checks of the states of one pipeline: shapes, shardings and the order of layers.
 
-    wanted: shapes, dtypes and shardings of a state. order: the layers of each stage and its rank.
-    States of other pipelines may have the same shapes with layers in another order: states that a
-    pipeline returns are remembered, with their order, as long as they live.
+    wanted: shapes, dtypes and shardings of a state. order: the layers and the rank of each stage.
+    A state of another pipeline may have the same shapes with its layers in another order. So each
+    state that a pipeline returns is remembered, with its order, until it is freed.
     """
 
     wanted: Tree
@@ -198,7 +198,7 @@ class StateChecks:
         return jax.tree.flatten(self.wanted)
 
     def remember(self, state: Tree) -> Tree:
-        """Return a state that the pipeline made, and remember its order."""
+        """Return the state, after recording the pipeline's order for it."""
         leaf = _mark(state)
         if isinstance(leaf, jax.Array):
             key = id(leaf)
@@ -206,9 +206,9 @@ class StateChecks:
         return state
 
     def check(self, state: Tree) -> None:
-        """Raise ConfigError for a state of another layout, or one that a step has taken."""
+        """Raise ConfigError for a state of another layout, or one that a step has consumed."""
         state = _arrays_of(state)
-        if isinstance(self.wanted, tuple) and isinstance(state, tuple):  # ranks of this process
+        if isinstance(self.wanted, tuple) and isinstance(state, tuple):  # drop remote ranks
             pairs = zip(state, self.wanted, strict=False)
             state = tuple(None if wanted is None else part for part, wanted in pairs)
         leaves, tree = jax.tree.flatten(state)
@@ -216,20 +216,20 @@ class StateChecks:
         if tree != wanted_tree or not all(map(_is_like, leaves, wanted)):
             why = _difference(state, self.wanted) or "its arrays are on other devices"
             raise ConfigError(
-                f"The state is not one of this pipeline: {why}. Use "
+                f"The state does not fit this pipeline: {why}. Use "
                 "pipe.init(), or pipe.from_natural(other.to_natural(state)) for a state of another "
                 "pipeline of the same model."
             )
         if any(isinstance(a, jax.Array) and a.is_deleted() for a in leaves):
             raise ConfigError(
-                "The state was given to a step before, which reused its memory. Use the state that "
-                "the step returned: state, metrics = pipe.step(state, batch)."
+                "The state was passed to an earlier step, which reused its memory. Use the state "
+                "that the step returned: state, metrics = pipe.step(state, batch)."
             )
         leaf = _mark(state)
         known = self._made.get(id(leaf))
         if known is not None and known[0]() is leaf and known[1] != self.order:
             raise ConfigError(
-                "The state is of a pipeline whose ranks hold other layers. Use "
+                "The state belongs to a pipeline whose ranks hold other layers. Use "
                 "pipe.from_natural(other.to_natural(state))."
             )
 
@@ -238,35 +238,35 @@ _MADE: dict[int, tuple[weakref.ref, Any]] = {}
 
 
 def _arrays_of(state: Any) -> Tree:
-    """Return the arrays of a state; with post-validation, those that hold if its norm does."""
+    """Return the arrays of a state; with post-validation, those of the attempt."""
     return state.state if isinstance(state, Attempt) else state
 
 
 def _mark(state: Tree) -> Any:
-    """Return the array by which a state is remembered: its count of steps."""
+    """Return the array that identifies a state: its step count."""
     state = _arrays_of(state)
     parts = state if isinstance(state, tuple) else (state,)
     return next((each["step"] for each in parts if each and each["step"] is not None), None)
 
 
 def _is_like(a: Any, wanted: jax.ShapeDtypeStruct) -> bool:
-    if not isinstance(a, jax.Array):  # NumPy's are placed by the step
+    if not isinstance(a, jax.Array):  # a NumPy array: the step places it
         return _text_of("", a) == _text_of("", wanted)
     return a.shape == wanted.shape and a.dtype == wanted.dtype and a.sharding == wanted.sharding
 
 
 def check_natural(state: Tree, wanted: Tree) -> None:
-    """Raise ConfigError for a state in natural order of another model or optimizer."""
+    """Raise ConfigError if a state in natural order is of another model or optimizer."""
     difference = _difference(state, wanted)
     if difference is not None:
         raise ConfigError(
-            f"The state is not of this model and optimizer: {difference}. Use a state that "
-            "to_natural returned, or one that was restored in its shapes."
+            f"The state does not fit this model and optimizer: {difference}. Use a state that "
+            "to_natural returned, or one restored with its shapes."
         )
 
 
 def _difference(state: Tree, wanted: Tree) -> str | None:
-    """Return the first difference of a state's names, dtypes and shapes; None: equal."""
+    """Return the first difference in names, dtypes or shapes; None if equal."""
     named = [jax.tree_util.tree_leaves_with_path(tree) for tree in (state, wanted)]
     found, expected = (
         {jax.tree_util.keystr(path, simple=True, separator="/"): a for path, a in each}
@@ -284,6 +284,6 @@ def _difference(state: Tree, wanted: Tree) -> str | None:
 
 
 def _text_of(name: str, array: Any) -> str:
-    """Return dtype and shape of an array or a shape, as float32[2, 3]."""
+    """Return dtype and shape as text, such as float32[2, 3]."""
     array = _numbers(name, array)
     return f"{array.dtype}{[*array.shape]}"

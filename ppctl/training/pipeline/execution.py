@@ -1,4 +1,4 @@
-"""How a schedule is run: by which executor, and with which of its settings."""
+"""The execution of a schedule: the executor and its settings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -23,13 +23,13 @@ EXECUTORS: dict[str, type[Reference]] = {each.name: each for each in (Spmd, Mpmd
 
 @dataclass(frozen=True)
 class Execution:
-    """How a schedule is run, which does not change the results.
+    """The settings of an executor. They change time and memory, not the results of a step.
 
-    remat: none | layer | full, what the backward recomputes. unroll: the number of a device's
-    layers up to which they are unrolled, scanned above. gather: step | tick (spmd) | layer, when
-    layers are gathered over fsdp. post_validation (mpmd): a rank updates before the global norm is
-    known, and again if that was wrong. fuse (mpmd): none | fb, an F and a backward of another
-    microbatch run as one program. xla_flags: compiler options of every program of a step.
+    remat: the part that the backward recomputes: none | layer | full. unroll: most layers of a
+    device to unroll; more layers are scanned. gather: step | layer, when layers are gathered over
+    fsdp. post_validation (mpmd): each rank updates before the global norm is known, and repeats the
+    update if it must be clipped. fuse (mpmd): none | fb, run an F and a backward of another
+    microbatch as one program. xla_flags: compiler options of every program of a step.
     """
 
     executor: str
@@ -39,7 +39,7 @@ class Execution:
     post_validation: bool = False
     fuse: str = "none"
     xla_flags: Flags = ()
-    axes: StageAxes = WHOLE  # how the devices of a rank divide its stages
+    axes: StageAxes = WHOLE  # division of the stages over the devices of a rank
 
     @property
     def gathers_by_layer(self) -> bool:
@@ -54,13 +54,16 @@ def spmd(**options: Any) -> Spmd:
     """Return executor=spmd with options, for `ppctl.pipeline`: one XLA program, a scan over ticks.
 
     Args:
-        options: remat: none | layer | full, what the backward recomputes. gather: step | layer,
-            when layers are gathered over fsdp. unroll: layers of a device up to which they are
-            unrolled, and scanned above. sequence_parallel: with tp, divide the tokens between
-            layers. xla_flags: auto | traced | none. `ppctl train --help executor=spmd` lists all,
-            with their defaults.
+        options: Settings of the executor; `ppctl train --help executor=spmd` lists all of them with
+            their defaults.
+            remat: The part that the backward recomputes: none | layer | full.
+            gather: When layers are gathered over fsdp: step | layer.
+            unroll: Most layers of a device to unroll; more layers are scanned.
+            sequence_parallel: With tp, whether to divide the tokens between layers.
+            xla_flags: auto | traced | none.
 
-    ConfigError: an option is unknown or impossible.
+    Raises:
+        ConfigError: An option is unknown or impossible.
     """
     return _with_options(Spmd, options)
 
@@ -69,12 +72,14 @@ def mpmd(**options: Any) -> Mpmd:
     """Return executor=mpmd with options: a program for each stage and kind of task.
 
     Args:
-        options: Those of `spmd`, and post_validation: update before the global norm is known, and
-            again if that was wrong. fuse: none | fb, run a forward and a backward of different
-            microbatches as one program where the schedule has them next to each other. `ppctl
-            train --help executor=mpmd` lists all.
+        options: Options of `spmd`, and others; `ppctl train --help executor=mpmd` lists all.
+            post_validation: Whether each rank updates before the global norm is known, and repeats
+            the update if it must be clipped.
+            fuse: none | fb: run a forward and a backward of different microbatches as one program
+            if they are next to each other in the schedule.
 
-    ConfigError: an option is unknown or impossible.
+    Raises:
+        ConfigError: An option is unknown or impossible.
     """
     return _with_options(Mpmd, options)
 
@@ -82,37 +87,41 @@ def mpmd(**options: Any) -> Mpmd:
 def reference(**options: Any) -> Reference:
     """Return executor=reference with options (remat, xla_flags): the un-pipelined model.
 
-    ConfigError: an option is unknown or impossible.
+    Raises:
+        ConfigError: An option is unknown or impossible.
     """
     return _with_options(Reference, options)
 
 
 def _with_options(executor: type[T], options: Mapping[str, Any]) -> T:
-    """Return an executor with checked options. ConfigError for unknown or impossible ones."""
+    """Return an executor with these options. ConfigError for unknown or impossible ones."""
     known = _options_of(executor)
     for name, value in options.items():
         if name not in known:
             remedy = suggested(nearest(name, known)[:1]) or f" It has {', '.join(known)}."
-            raise ConfigError(f"{name}={value} is no option of executor={executor.name}.{remedy}")
+            raise ConfigError(
+                f"{name}={value} is not an option of executor={executor.name}.{remedy}"
+            )
         if type(value) is not type(known[name]):
             usual = f"{name}={known[name]!r}"
-            raise ConfigError(f"{name}={value!r} is of another type than the default, {usual}.")
+            raise ConfigError(f"{name}={value!r} has another type than the default, {usual}.")
     made = executor(**options)
     domains("", made)
     return made
 
 
 def _options_of(executor: type[Reference]) -> dict[str, Any]:
-    """Return the options of an executor with their defaults."""
+    """Return the options of an executor: name -> default."""
     return {each.name: each.default for each in fields(executor) if each.name != "name"}
 
 
 def execution_of(
     executor: str | Reference, mesh: Mesh, options: Mapping[str, Any]
 ) -> tuple[Execution, dict[str, Any]]:
-    """Return how an executor runs a schedule on a mesh, and the options that are not executors'.
+    """Return (the execution on a mesh, the remaining options: settings of a schedule family).
 
-    ConfigError for an executor or option that is unknown, inapplicable, or does not fit the mesh.
+    ConfigError for an unknown executor, an unknown or inapplicable option, or a mesh that does not
+    fit.
     """
     config, rest = _configured(executor, options)
     has_loops = not config.ENGINE.dispatches_tasks
@@ -133,18 +142,18 @@ def execution_of(
 def _configured(
     executor: str | Reference, options: Mapping[str, Any]
 ) -> tuple[Reference, dict[str, Any]]:
-    """Return an executor with its options, and the others: those of a schedule's family."""
+    """Return (an executor with its options, the remaining options: those of a schedule family)."""
     of_any = {name: each for each in EXECUTORS.values() for name in _options_of(each)}
     rest = {name: value for name, value in options.items() if name not in of_any}
     named = {name: value for name, value in options.items() if name in of_any}
-    # 1. a value, which has its options
+    # 1. an executor value already has its options
     if isinstance(executor, Reference):
         if named:
             name, value = next(iter(named.items()))
             call = f"ppctl.{executor.name}({name}={value!r})"
             raise ConfigError(f"{name}={value} is an option of the executor. Use executor={call}.")
         return executor, rest
-    # 2. a name, with options among those of the family
+    # 2. an executor name: separate its options from those of the family
     if executor not in EXECUTORS:
         call = 'ppctl.spmd(remat="layer")'
         names = ", ".join(EXECUTORS)
@@ -157,7 +166,7 @@ def _configured(
         raise ConfigError(f"{what}. Leave it out.")
     for name, value in rest.items():
         if near := nearest(name, of_any):
-            what = f"{name}={value} is no option of executor={executor} or of a schedule"
+            what = f"{name}={value} is not an option of executor={executor} or of a schedule"
             raise ConfigError(f"{what}.{suggested(near[:1])}")
     return _with_options(EXECUTORS[executor], named), rest
 

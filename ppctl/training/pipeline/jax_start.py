@@ -1,4 +1,4 @@
-"""JAX started by a run's settings: platform, devices, GPU memory, dtype and other processes."""
+"""Start JAX with a run's settings: platform, devices, GPU memory, dtype and processes."""
 
 import contextlib
 import os
@@ -17,37 +17,41 @@ from ppctl.launch import join_processes as distributed
 from ppctl.launch import xla_stderr
 from ppctl.schedule.mesh_axes import AXES
 
-JAX_MEMORY_FRACTION = 0.75  # JAX's default, and that of memory_gib of GPUs in conf/hardware
+JAX_MEMORY_FRACTION = 0.75  # JAX's default; memory_gib of GPUs in conf/hardware assumes it
 VARIABLE = "XLA_CLIENT_MEM_FRACTION"
-OLDER_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # jaxlib refuses both
-MOST_SIMULATED = 4096  # devices of one process: JAX starts them in seconds, 16,384 in minutes
-DEFAULTS = {  # of JAX, which change a run's digits, by default read from the environment
+OLDER_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # VARIABLE's older name; jaxlib rejects both
+MOST_SIMULATED = 4096  # devices of a process: JAX starts 4,096 in seconds, 16,384 in minutes
+# JAX settings that change a run's numerics; JAX reads them from the environment by default
+DEFAULTS = {
     "jax_default_matmul_precision": None,
     "jax_threefry_partitionable": True,
     "jax_random_seed_offset": 0,
 }
-CPU_FLAGS = (  # by default XLA aborts when a simulated device is 40 s late at a collective
+CPU_FLAGS = (  # XLA's default aborts when a simulated device is 40 s late at a collective
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
     "--xla_cpu_collective_timeout_seconds=600",
 )
 
 
 def mesh(*, order: str = "auto", **sizes: int) -> Mesh:
-    """Return a mesh of so many devices along each axis: dp=, pp=, fsdp=, tp=, cp=, 1 by default.
+    """Return a mesh of devices with these sizes along the axes dp, pp, fsdp, ep, tp and cp.
 
-    The axes are copies of the pipeline (dp), its ranks (pp), shards of parameters (fsdp), shards of
-    each layer's computation (tp) and parts of each sequence (cp). If JAX has not started yet, a
-    machine without accelerators simulates as many CPU devices.
+    If JAX has not started yet, a machine without accelerators simulates enough CPU devices.
 
-    order: the axes from the slowest links to the fastest, as "pp-dp-fsdp", which "auto" takes on
-    several hosts of GPUs or slices of TPUs: the first goes over as many hosts as its size allows,
-    then the next.
+    Args:
+        order: The axes from the slowest links to the fastest, such as "pp-dp-fsdp". The first axis
+            spans as many hosts as its size allows, then the next. "auto" uses "pp-dp-fsdp" on
+            several hosts of GPUs or slices of TPUs.
+        sizes: Devices along each axis, 1 by default: replicas of the pipeline (dp), its ranks (pp),
+            shards of parameters (fsdp), shards of experts (ep), shards of each layer's computation
+            (tp), and parts of each sequence (cp).
 
-    ConfigError: there are fewer devices, or no such axes.
+    Raises:
+        ConfigError: There are fewer devices, or an axis is unknown.
     """
     for name in sizes:
         if name not in AXES:
-            raise ConfigError(f"{name}={sizes[name]}: the axes of a mesh are {', '.join(AXES)}.")
+            raise ConfigError(f"{name}={sizes[name]} is not a mesh axis. Use {', '.join(AXES)}.")
     settings = MeshSettings(**sizes, order=order)
     domains("", settings)
     simulate(settings.num_devices)
@@ -55,10 +59,11 @@ def mesh(*, order: str = "auto", **sizes: int) -> Mesh:
 
 
 def start_jax(run: Run, dtype: str, num_devices: int, *, is_away: bool = False) -> None:
-    """Make the settings that JAX reads, join the run's other processes, if any, and start JAX.
+    """Configure JAX, join the run's other processes, if any, and start JAX.
 
-    num_devices: of the mesh, of all processes; as many are simulated without accelerators. is_away:
-    no attached device is used, as with plan.topology. ConfigError where JAX cannot start.
+    num_devices: devices of the mesh, in all processes; without accelerators they are simulated.
+    is_away: the run uses no attached device, as with plan.topology. ConfigError if JAX cannot
+    start.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     missing = [flag for flag in CPU_FLAGS if flag.split("=")[0] not in flags]
@@ -76,8 +81,10 @@ def start_jax(run: Run, dtype: str, num_devices: int, *, is_away: bool = False) 
 
 
 def set_arithmetic(dtype: str) -> None:
-    """Let JAX compute in 64 bits for float64 only, and as it does by default: not as variables such
-    as JAX_ENABLE_X64 or JAX_DEFAULT_MATMUL_PRECISION state, with which a run has other digits.
+    """Enable 64 bits for float64 only, and reset the other numerics settings to JAX's defaults.
+
+    Otherwise environment variables such as JAX_ENABLE_X64 or JAX_DEFAULT_MATMUL_PRECISION would
+    change the numbers of a run.
     """
     jax.config.update("jax_enable_x64", dtype == "float64")
     for name, value in DEFAULTS.items():
@@ -85,7 +92,7 @@ def set_arithmetic(dtype: str) -> None:
 
 
 def simulate(num_devices: int) -> None:
-    """Let JAX simulate num_devices CPU devices when it starts, unless it simulates more."""
+    """Let JAX simulate at least num_devices CPU devices when it starts."""
     if num_devices > MOST_SIMULATED:
         absent = setting("plan.topology", argument="attached devices")
         raise ConfigError(
@@ -94,7 +101,7 @@ def simulate(num_devices: int) -> None:
         )
     simulated: int = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue] made at run time
     if simulated < num_devices:
-        with contextlib.suppress(RuntimeError):  # JAX has started: make_mesh counts its devices
+        with contextlib.suppress(RuntimeError):  # JAX has started: make_mesh counts devices
             jax.config.update("jax_num_cpu_devices", num_devices)
 
 
@@ -112,16 +119,16 @@ def _join(run: Run, num_devices: int) -> None:
 
 
 class MemoryShare(NamedTuple):
-    """The share that programs get, and what states it."""
+    """The share of a GPU's memory for programs, and the setting that states it."""
 
     fraction: float
     source: str
 
 
 def memory_share(asked: float | None, *, here: bool) -> MemoryShare:
-    """Return the share of a GPU's memory for programs; here: the environment may state it.
+    """Return the share of a GPU's memory for programs.
 
-    asked: run.memory_fraction.
+    asked: run.memory_fraction. here: the GPU is attached, so environment variables apply.
 
     >>> memory_share(None, here=False)
     MemoryShare(fraction=0.75, source="run.memory_fraction=null, JAX's default")
@@ -135,16 +142,16 @@ def memory_share(asked: float | None, *, here: bool) -> MemoryShare:
 
 
 def set_memory_fraction(fraction: float | None) -> None:
-    """Let JAX take this share when it starts; None: that of the environment, or its default."""
+    """Set the share of GPU memory that JAX takes when it starts; None: leave it unchanged."""
     if fraction is not None:
         os.environ.pop(OLDER_VARIABLE, None)
         os.environ[VARIABLE] = str(fraction)
 
 
 def check_memory_fraction(asked: float | None, device: Any, planned: Hardware | None) -> None:
-    """Raise ConfigError for run.memory_fraction where the devices are no GPUs.
+    """Raise ConfigError if run.memory_fraction is set but the devices are not GPUs.
 
-    device: an attached one. planned: the hardware of a plan's devices, if they are others.
+    device: an attached device. planned: the hardware of a plan, if its devices are not attached.
     """
     if asked is None:
         return
@@ -152,7 +159,7 @@ def check_memory_fraction(asked: float | None, device: Any, planned: Hardware | 
         return
     devices = device.device_kind if planned is None else f"hardware={planned.name}"
     raise ConfigError(
-        f"run.memory_fraction={asked} is of GPUs, but the devices are {devices}. Leave it out."
+        f"run.memory_fraction={asked} is for GPUs, but the devices are {devices}. Leave it out."
     )
 
 

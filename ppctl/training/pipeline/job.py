@@ -1,6 +1,6 @@
-"""From a config to a training job: data, model and pipeline.
+"""Build the training job of a config: data, model and pipeline.
 
-Impossible requests are refused here, cheapest check first, before anything is compiled.
+Impossible requests are rejected before any compilation, cheapest check first.
 """
 
 import math
@@ -44,40 +44,40 @@ from ppctl.training.pipeline.user_code import custom_data
 
 Tree = Any
 AnyHardware = settings.Hardware | settings.AutoHardware
-DEFAULT_DTYPE = "float32"  # of imported models; else as `known_hardware.default_dtype`
-UNEVEN_NOTICE = 1.25  # times the mean stage's cost above which equal stages are shown too
+DEFAULT_DTYPE = "float32"  # dtype of imported models; others: `known_hardware.default_dtype`
+UNEVEN_NOTICE = 1.25  # largest over mean stage cost above which uniform stages are printed
 
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """A config's request, built: its data, and its model pipelined over its mesh."""
+    """A built config: its data, and its model pipelined over its mesh."""
 
     config: Config
     data: DataSet
     pipe: Pipeline
-    sources: Mapping[str, Sources]  # imported user code of the parts (model, data)
-    counted_stack: Stack | None = None  # the model for the request's hardware, if already made
+    sources: Mapping[str, Sources]  # user's code by part: model, data, optim
+    counted_stack: Stack | None = None  # model with the requested kernels, if made
     choice: Choice | None = None  # the candidates of schedule=auto
 
     @property
     def settled(self) -> Config:
-        """The config with the dtype of compute, also where the devices decide it."""
+        """The config with the compute dtype filled in, which the devices may decide."""
         return replace(self.config, run=replace(self.config.run, dtype=str(self.pipe.dtype)))
 
     @property
     def num_eval_batches(self) -> int:
-        """The number of batches of an evaluation."""
+        """The number of batches per evaluation."""
         return num_eval_batches(self.config.run, self.data)
 
     @cached_property
     def counted_model(self) -> Model:
-        """The model with the kernels of the request's hardware, for counting; it need not run."""
+        """The model with the kernels of the requested hardware, to count FLOPs, not to run."""
         imbalance = self.config.costs.expert_imbalance
         return model_on(self.pipe, self._other_hardware, self.counted_stack, imbalance)
 
     @cached_property
     def counted_device(self) -> Any:
-        """A device of the request's hardware, by which kernels of `counted_model` are chosen."""
+        """A device of the requested hardware; it decides the kernels of `counted_model`."""
         device, other = self.pipe.mesh.devices.flat[0], self._other_hardware
         if other is None:
             return _device_of(self.config.hardware, self.config.plan, device)
@@ -85,7 +85,7 @@ class TrainingJob:
 
     @property
     def _other_hardware(self) -> settings.Hardware | None:
-        """The hardware of the request if the mesh's devices are of another kind."""
+        """The requested hardware if the mesh has other devices, else None."""
         kind = self.pipe.mesh.devices.flat[0].device_kind
         return hardware_of.described_only(self.config.hardware, kind)
 
@@ -96,10 +96,10 @@ def model_on(
     stack: Stack | None = None,
     imbalance: float = 1.0,
 ) -> Model:
-    """Return a pipeline's model as tasks of one device see it, with the kernels of hardware.
+    """Return a pipeline's model on one device, with the kernels of `hardware`.
 
-    hardware: None: of the mesh's devices. stack: the model with those kernels, if already made.
-    imbalance: as in `StackOptions.counted`.
+    hardware: None for the hardware of the mesh. stack: the model with those kernels, if already
+    made. imbalance: as in `StackOptions.counted`.
     """
     if stack is None:
         stack, on_device = pipe.stack, pipe.stack.options.on_device
@@ -113,23 +113,23 @@ def model_on(
 
 
 def num_eval_batches(run: settings.Run, data: DataSet) -> int:
-    """Return run.eval_batches, or as many as are held out, at least 1, at most run.EVAL_BATCHES."""
+    """Return run.eval_batches; by default the held-out batches, from 1 to run.EVAL_BATCHES."""
     if run.eval_batches is not None:
         return run.eval_batches
     return max(1, min(run.EVAL_BATCHES, data.num_eval_examples // data.batch_size))
 
 
 def stack_for(config: Config, data: DataSet, dtype: jnp.dtype, device: Any) -> Stack:
-    """Return the model with the kernels of a device."""
+    """Return the model of a config, with the kernels of a device."""
     lora = lora_of(config.optim)
     return make_stack(config.model, data, dtype, device, lora=lora, cp=config.mesh.cp)
 
 
 def evaluate(engine: Engine, data: DataSet, num_batches: int, state: Tree) -> float:
-    """Return the mean loss of the first held-out batches; after `engine.compile(evaluate=True)`.
+    """Return the mean loss of the first held-out batches.
 
-    The mean over all their losses, of which batches with prompts or padding have fewer; DataError
-    if there are none.
+    Requires `engine.compile(evaluate=True)`. A batch counts with its number of losses, which is
+    smaller with prompts or padding. DataError if no batch has a loss.
     """
     batches = data.eval_batches(num_batches, engine.batches.examples)
     means = [engine.loss(state, engine.batches.put(batch)) for batch in batches]
@@ -141,20 +141,20 @@ def evaluate(engine: Engine, data: DataSet, num_batches: int, state: Tree) -> fl
 
 
 def no_targets(data: DataSet, num_batches: int) -> DataError:
-    """Return the error of an evaluation without a target."""
+    """Return the error of an evaluation without targets."""
     return DataError(
-        f"data={data.name}: nothing is to be predicted in the {num_batches} batches of an "
-        "evaluation, which has no loss. Use more (run.eval_batches), a longer model.seq_len, "
-        "or run.eval_every=null."
+        f"data={data.name} has no targets in the {num_batches} batches of an evaluation, so there "
+        "is no loss. Use more batches (run.eval_batches), a longer model.seq_len, or "
+        "run.eval_every=null."
     )
 
 
 def _started(
     config: Config, dtype: str, *, on_one_device: bool, only_planned: bool
 ) -> tuple[Mesh, Any]:
-    """Start JAX, and return the mesh and the device by which kernels are chosen: see `assemble`."""
+    """Start JAX; return the mesh and the device that decides kernels. Arguments: as `assemble`."""
     topology, number = config.plan.topology, config.mesh.num_devices
-    is_counted = only_planned and not config.plan.compiles  # no program spans the devices
+    is_counted = only_planned and not config.plan.compiles  # compiles no program
     start = 1 if on_one_device or is_counted else number
     start_jax(config.run, dtype, start, is_away=topology is not None)
     if is_counted and topology is None and number > len(all_devices()):
@@ -171,7 +171,7 @@ def _started(
 def _mesh_of(
     mesh: settings.Mesh, plan: settings.Plan, hardware: AnyHardware, *, on_one_device: bool
 ) -> Mesh:
-    """Return the mesh of attached devices or of a topology. ConfigError if they are too few."""
+    """Return a mesh of attached devices or of a topology. ConfigError if it has too few devices."""
     sizes, order, topology = mesh.sizes, mesh.order, plan.topology
     if on_one_device:
         return repeated_mesh(sizes)
@@ -183,11 +183,11 @@ def _mesh_of(
     if gpu is not None:
         check_gpu_shape(topology, gpu.name)
     check_size(sizes, topology, math.prod(plan.topology_shape))
-    return repeated_mesh(sizes)  # for shapes only
+    return repeated_mesh(sizes)  # only shapes are needed
 
 
 def _device_of(request: AnyHardware, plan: settings.Plan, device: Any) -> Any:
-    """Return the device by which kernels are chosen: of a predicted topology, else `device`."""
+    """Return the device that decides kernels: that of a predicted topology, else `device`."""
     if not plan.only_predicts_topology or plan.topology is None:
         return device
     hardware = hardware_of.of_topology(request, plan.topology)
@@ -204,23 +204,23 @@ def assemble(
 ) -> TrainingJob:
     """Return the training job of a config. ConfigError, ScheduleError or DataError if impossible.
 
-    only_planned: it does not train, so that settings may be for the hardware that hardware=
-    describes, and a plan that compiles nothing may be of any number of devices. on_one_device: the
-    first device stands for all of the mesh; shapes and programs of one device are those of the
-    mesh, but the job does not train. default_dtype: of compute; None: as the devices have it.
+    default_dtype: compute dtype if run.dtype is not set; None: the default of the devices.
+    on_one_device: the first device stands for all devices of the mesh: shapes and programs are the
+    same, but the job cannot train. only_planned: the job will not train, so settings may be for
+    described hardware, and a plan without compilation may have any number of devices.
     """
-    # 1. a schedule that follows from its settings, before JAX starts
+    # 1. before JAX starts: a schedule that does not depend on the model's costs
     is_auto = isinstance(config.schedule, settings.Auto) and config.executor.ENGINE.is_pipelined
     by_costs = is_auto or (
         config.schedule.vocab == "parallel" and config.executor.ENGINE.dispatches_tasks
     )
-    counted = config.model.num_layers  # None: of a custom model, which is made below
+    counted = config.model.num_layers  # None: a custom model, made below
     planned = None if by_costs or counted is None else plan(config, counted)
-    if isinstance(config.hardware, settings.Hardware):  # tp and the like stay in a described host
+    if isinstance(config.hardware, settings.Hardware):  # axes inside a stage must fit in a host
         of_host = hardware_of.host_devices(config.hardware, config.plan.topology)
         if of_host is not None and config.mesh.num_devices > of_host:
             check_hosts(config.mesh.sizes, config.mesh.order, config.mesh.num_devices, of_host)
-    # 2. devices
+    # 2. devices and the compute dtype
     requested = config.run.dtype or default_dtype
     how: dict[str, Any] = {"on_one_device": on_one_device, "only_planned": only_planned}
     mesh, device = _started(config, requested or DEFAULT_DTYPE, **how)
@@ -236,7 +236,7 @@ def assemble(
     how |= {"clip_norm": config.optim.clip_norm, "lr_schedule": lr_schedule}
     shapes = batch_shapes(data)
     pipelined = partial(pipeline, stack, mesh=mesh, batch=shapes, optimizer=optimizer, **how)
-    # 4. other schedules, by the model's costs; the pipeline
+    # 4. schedules that depend on the model's costs; the pipeline
     if is_auto:
         planned = plan_auto(config, stack.num_layers, pipelined)
     elif by_costs:
@@ -250,22 +250,22 @@ def assemble(
     if partition == "explicit":
         partition = [*map(len, divide(config.partition, stack.num_layers, schedule.rank_of))]
     pipe = pipelined(schedule=schedule, partition=partition)
-    # 5. the user's code
+    # 5. digests of the user's code
     parts = {"model": config.model, "data": config.data, "optim": config.optim}
     code = {name: sources(each.target) for name, each in parts.items() if each.name == "custom"}
     return TrainingJob(config, data, pipe, code, choice=planned.choice)
 
 
 def _traced_if_profiled(config: Config) -> settings.AnyExecutor:
-    """Return the executor, whose programs a trace tells tasks of where the run is profiled."""
+    """Return the executor; in profiled runs xla_flags=auto becomes traced, to show tasks."""
     is_profiled = config.run.profile is not None and config.executor.xla_flags == "auto"
     return replace(config.executor, xla_flags="traced") if is_profiled else config.executor
 
 
 def plan(config: Config, num_layers: int, *costs: Any) -> Planned:
-    """Return schedule and ticks of a config, with its partition checked. Starts no JAX.
+    """Return the schedule of a config and check its partition, without starting JAX.
 
-    costs: `costs_of` and `in_ticks_bytes` of `pipeline_of`, where the schedule depends on them.
+    costs: `costs_of` and `in_ticks_bytes` of `pipeline_of`, if the schedule depends on them.
     """
     trained = trained_share(config.model, config.optim)
     how = config.schedule, config.executor, config.mesh.pp, num_layers, trained
@@ -275,9 +275,9 @@ def plan(config: Config, num_layers: int, *costs: Any) -> Planned:
 
 
 def plan_auto(config: Config, num_layers: int, pipelined: Callable[..., Pipeline]) -> Planned:
-    """Return the same for schedule=auto, by the seconds and bytes of the model's stages.
+    """Return `plan` for schedule=auto, from the times and bytes of the model's stages.
 
-    pipelined: makes the request's pipeline of a schedule and a partition.
+    pipelined: makes the requested pipeline with a given schedule and partition.
     """
     request = config.schedule
     assert isinstance(request, settings.Auto), "other schedules follow from their settings"
@@ -297,7 +297,7 @@ def divide(
     rank_of: Sequence[int],
     costs: RelativeCosts | None = None,
 ) -> Partition:
-    """Return the layers of each stage; costs: of partition=balanced, None: of equal layers only."""
+    """Return the layers of each stage; costs: for partition=balanced; None: equal layers."""
     if isinstance(request, settings.Explicit):
         return explicit(num_layers, len(rank_of), request.layers)
     if isinstance(request, settings.Balanced):
@@ -306,7 +306,7 @@ def divide(
 
 
 def partition_text(job: TrainingJob) -> str | None:
-    """Return a line about the layers of stages and their costs; None for even, default stages."""
+    """Return a line on the stages' layers and costs; None for uniform stages of similar cost."""
     name, pipe = job.config.partition.name, job.pipe
     partition, costs = pipe.partition, pipe.relative_costs
 
@@ -327,18 +327,18 @@ def partition_text(job: TrainingJob) -> str | None:
 
 
 def batch_shapes(data: DataSet) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return shapes and dtypes of a global batch; reads one example."""
+    """Return the shapes and dtypes of a global batch, from its first example."""
     example = next(data.batches(rows=(0,)))
     shape = lambda a: jax.ShapeDtypeStruct((data.batch_size, *a.shape[1:]), a.dtype)  # noqa: E731
     return {name: shape(example[name]) for name in ("inputs", "targets")}
 
 
 def open_data(config: Config, *, sizes_only: bool = False) -> DataSet:
-    """Return the config's data set; sizes_only: as quickly as its sizes can be known."""
+    """Return the config's data set; sizes_only: without reading the ids of a token file."""
     data = config.data
     how: dict[str, Any] = {"batch_size": data.batch_size, "eval_fraction": data.eval_fraction}
     how["seed"] = config.run.seed
-    # 1. rows of numbers, and the user's
+    # 1. custom data, and rows of numbers
     if isinstance(data, settings.CustomData):
         return custom_data(data.target, options=data.options, **how)
     if isinstance(data, settings.Regression):
@@ -351,7 +351,7 @@ def open_data(config: Config, *, sizes_only: bool = False) -> DataSet:
         return synthetic(vocab_size=data.vocab_size, num_sequences=data.num_sequences, **how)
     if isinstance(data, settings.Tokens):
         ids = {"dtype": data.dtype, "tokenizer": data.tokenizer, "sizes_only": sizes_only}
-        opened = partial(tokens, **ids)  # a file may be long
+        opened = partial(tokens, **ids)  # reading a whole file may take long
         return _held_out(opened, data.path, data.eval_path, vocab_size=data.vocab_size, **how)
     # 3. text
     how |= {"tokenizer": data.tokenizer, "end_token": data.end_token, "packing": data.packing}
@@ -368,7 +368,7 @@ def open_data(config: Config, *, sizes_only: bool = False) -> DataSet:
 def _held_out(
     opened: Callable[..., DataSet], path: str, eval_path: str | None, **how: Any
 ) -> DataSet:
-    """Return the data set of a path; where eval_path is given, all of it is held out instead."""
+    """Return the data set of `path`; all of `eval_path`, if given, becomes its held-out part."""
     if eval_path is None:
         return opened(path=path, **how)
     how |= {"eval_fraction": 0.0}
@@ -378,18 +378,18 @@ def _held_out(
 
 
 def state_bytes(job: TrainingJob) -> int:
-    """Return the bytes of a whole state, and so of a checkpoint."""
+    """Return the bytes of the state on all devices, which is the size of a checkpoint."""
     return tree_bytes(job.pipe.states.natural)
 
 
 def unit_of_work(job: TrainingJob) -> tuple[str, int]:
-    """Return the metric of speed and its units a step: tokens of text, else examples."""
+    """Return (name of the speed metric, units per step): tokens of text, else examples."""
     inputs = job.pipe.batch_shapes["inputs"].shape
     is_text = job.data.vocab_size is not None
     return ("tokens_per_s", math.prod(inputs)) if is_text else ("rows_per_s", inputs[0])
 
 
 def without_pipeline(config: Config) -> Config:
-    """Return the same request for the reference executor on one device."""
+    """Return the config with executor=reference on one device."""
     mesh, partition = settings.Mesh(), settings.Uniform()
     return replace(config, mesh=mesh, partition=partition, executor=settings.Reference())

@@ -1,4 +1,4 @@
-"""The checks of a job before anything of it is compiled, the same for every command."""
+"""Checks of a job before compilation, the same for every command."""
 
 import jax
 import numpy as np
@@ -16,36 +16,37 @@ from ppctl.training.pipeline.pipeline import Pipeline
 
 
 def check_job(job: TrainingJob) -> list[str]:
-    """Return notes on a job; ConfigError or DataError if it cannot run here, or not as intended."""
+    """Return notes on a job. ConfigError or DataError if it cannot run on the attached devices."""
     check_room(job.pipe)
     notes = check_evaluations(job.config.run, job.data), check_examples(job)
     return [note for note in notes if note is not None]
 
 
 def check_room(pipe: Pipeline) -> None:
-    """Raise ConfigError where parameters and moments alone do not fit the attached devices.
+    """Raise ConfigError if the state, without the rest of a step, exceeds a device's memory.
 
-    Simulated devices share the machine's memory. `ppctl plan` predicts the rest of a step's memory.
+    The state is parameters and optimizer state. Simulated devices share the machine's memory.
+    `ppctl plan` predicts the memory of the whole step.
     """
     held, device = shard_bytes(pipe.states.staged), pipe.mesh.devices.flat[0]
     if device.platform == "cpu":
         local = sum(each.process_index == jax.process_index() for each in pipe.mesh.devices.flat)
-        held, here = held * local, f"this machine, whose {local} simulated devices share it,"
+        held, here = held * local, f"this machine, shared by {local} simulated devices,"
     else:
         here = f"a {device.device_kind}"
     most = stated_bytes(device)
     if most is not None and held > most:
         raise ConfigError(
-            f"Parameters and moments of {pipe.num_parameters:,} parameters take "
-            f"{size_text(held)}, and {here} has {size_text(most)}. Use a smaller model, or more "
-            "devices (mesh.pp, mesh.fsdp); `ppctl plan` runs nothing."
+            f"The state of {pipe.num_parameters:,} parameters takes {size_text(held)}, but {here} "
+            f"has {size_text(most)}. Use a smaller model, or more devices (mesh.pp, mesh.fsdp); "
+            "`ppctl plan` predicts the memory."
         )
 
 
 def check_evaluations(run: settings.Run, data: DataSet) -> str | None:
-    """Return a note if a run evaluates on fewer batches than usual, else None.
+    """Return a note if a run evaluates on fewer batches than the default, else None.
 
-    DataError if it would evaluate on more examples than are held out, or on tokens without targets.
+    DataError if fewer examples are held out than it evaluates, or its tokens have no targets.
     """
     if run.eval_every is None:
         return None
@@ -64,7 +65,7 @@ def check_evaluations(run: settings.Run, data: DataSet) -> str | None:
 
 
 def check_examples(job: TrainingJob) -> str | None:
-    """Return why a user's model was not tried for mixing examples; ConfigError if it mixes them."""
+    """Return a note if a custom model was not checked for mixing; ConfigError if it mixes."""
     model = job.config.model
     if not isinstance(model, settings.CustomModel):
         return None

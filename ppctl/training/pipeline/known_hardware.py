@@ -1,4 +1,4 @@
-"""The hardware of a config: descriptions in `conf/hardware/`."""
+"""The hardware of a config, described in `conf/hardware/`."""
 
 import copy
 import os
@@ -15,11 +15,11 @@ from ppctl.config.groups.hardware_settings import AutoHardware, Hardware
 from ppctl.errors import ConfigError
 from ppctl.executors.described_devices import GpuTarget
 
-NOMINAL = "host"  # its numbers are of no machine in particular
+NOMINAL = "host"  # hardware with nominal numbers, not those of a real machine
 
 
 def known() -> dict[str, Hardware]:
-    """Return the hardware that ppctl describes, by name.
+    """Return the described hardware by name, a copy.
 
     >>> known()["h100"].peak_flops["bfloat16"]
     989400000000000.0
@@ -40,7 +40,7 @@ def _read(file: Path) -> Hardware:
 
 
 def of_device(device_kind: str) -> Hardware | None:
-    """Return the hardware with devices of this device_kind, or None.
+    """Return the hardware with this device_kind; None if unknown.
 
     >>> of_device("TPU v5 lite").name, of_device("Quadro")
     ('v5e', None)
@@ -51,23 +51,24 @@ def of_device(device_kind: str) -> Hardware | None:
 def resolved(
     request: Hardware | AutoHardware, device_kind: str, topology: str | None = None
 ) -> Hardware:
-    """Return a request's hardware; for `auto` that of plan.topology ("v5e:4x4"), else of devices.
+    """Return the requested hardware; for `auto` that of plan.topology, else of the devices.
 
-    ConfigError for unknown hardware, or a topology of other hardware than the request's.
+    topology: plan.topology, such as "v5e:4x4". ConfigError if the hardware is unknown, or differs
+    from that of the topology.
     """
     there = of_device(device_kind) if topology is None else of_topology(request, topology)
     if isinstance(request, Hardware):
         is_other = there is None or not set(request.device_kinds) & set(there.device_kinds)
         if topology is not None and is_other:
             raise ConfigError(
-                f"hardware={request.name} is not what plan.topology={topology} names. Use "
+                f"hardware={request.name} is not that of plan.topology={topology}. Use "
                 "hardware=auto, or another topology."
             )
         return request
     if there is None:
         which = device_kind if topology is None else f"plan.topology={topology}"
         raise ConfigError(
-            f"hardware=auto: nothing is known of {which}. Use hardware=NAME "
+            f"hardware=auto: no description of {which}. Use hardware=NAME "
             f"({', '.join(known())}), or describe it: DIR/hardware/NAME.yaml and --config-dir "
             "DIR."
         )
@@ -75,7 +76,7 @@ def resolved(
 
 
 def described_only(request: Hardware | AutoHardware, device_kind: str) -> Hardware | None:
-    """Return a request's hardware unless it is auto or that of the attached devices, then None.
+    """Return the requested hardware; None for auto, or if attached devices are of this hardware.
 
     >>> described_only(known()["h100"], "cpu").name, described_only(known()["host"], "cpu")
     ('h100', None)
@@ -88,7 +89,7 @@ def described_only(request: Hardware | AutoHardware, device_kind: str) -> Hardwa
 def planned_for(
     request: Hardware | AutoHardware, device_kind: str, topology: str | None
 ) -> Hardware | None:
-    """Return the hardware of a plan if its devices are not those attached, else None."""
+    """Return the hardware that a plan describes; None if it is for the attached devices."""
     if topology is not None:
         return of_topology(request, topology)
     return described_only(request, device_kind)
@@ -97,9 +98,9 @@ def planned_for(
 def default_dtype(
     request: Hardware | AutoHardware, device: Any, topology: str | None = None
 ) -> str:
-    """Return the dtype of compute where none is requested: bfloat16 on accelerators, else float32.
+    """Return the default compute dtype: bfloat16 on accelerators, else float32.
 
-    They may be described only. Hardware that states no peak for bfloat16 computes in float32.
+    The devices may be only described. Hardware without a bfloat16 peak computes in float32.
 
     >>> from types import SimpleNamespace
     >>> cpu = SimpleNamespace(platform="cpu", device_kind="cpu")
@@ -115,13 +116,13 @@ def default_dtype(
 
 
 def of_topology(request: Hardware | AutoHardware, topology: str) -> Hardware | None:
-    """Return the hardware of plan.topology; None if unknown (libtpu knows TPUs by itself)."""
+    """Return the hardware of plan.topology; None if unknown (libtpu still knows its TPUs)."""
     chip = topology.partition(":")[0]
     return request if isinstance(request, Hardware) and request.name == chip else known().get(chip)
 
 
 def host_devices(hardware: Hardware, topology: str | None) -> int | None:
-    """Return the devices of a host, for GPUs as in plan.topology; None: all devices.
+    """Return the devices per host, for GPUs those of plan.topology; None: one host has all.
 
     >>> host_devices(known()["h100"], "h100:4x2"), host_devices(known()["h100"], None)
     (2, 8)
@@ -132,7 +133,7 @@ def host_devices(hardware: Hardware, topology: str | None) -> int | None:
 
 
 def gpu_target(hardware: Hardware | None) -> GpuTarget | None:
-    """Return the facts that XLA's compiler for NVIDIA GPUs needs; None for other hardware."""
+    """Return the GPU description for XLA's NVIDIA compiler; None for other hardware."""
     if hardware is None or hardware.gpu is None:
         return None
     facts = hardware.name, hardware.device_kinds[0], hardware.memory_bytes_per_s
@@ -141,7 +142,7 @@ def gpu_target(hardware: Hardware | None) -> GpuTarget | None:
 
 @dataclass(frozen=True)
 class DescribedDevice:
-    """The facts of a device by which kernels are chosen, named as by jax.Device."""
+    """The attributes of a jax.Device that decide kernels, for a described device."""
 
     platform: str
     device_kind: str
@@ -149,7 +150,7 @@ class DescribedDevice:
 
 
 def described_device(hardware: Hardware) -> DescribedDevice | None:
-    """Return a device of this hardware; None unless it is an NVIDIA GPU or a TPU.
+    """Return a described device of this hardware; None unless it is an NVIDIA GPU or a TPU.
 
     >>> described_device(known()["h100"]).compute_capability, described_device(known()["host"])
     ('9.0', None)
@@ -161,12 +162,12 @@ def described_device(hardware: Hardware) -> DescribedDevice | None:
 
 
 def gpu_names() -> list[str]:
-    """Return the names of the hardware that a topology of GPUs may have."""
+    """Return the names of hardware allowed in a topology of GPUs."""
     return [name for name, hardware in known().items() if hardware.cuda is not None]
 
 
 def stated_bytes(device: Any) -> int | None:
-    """Return the memory that a device states, or None; a simulated one has all of the machine's."""
+    """Return a device's memory in bytes, None if unknown; for a CPU device the machine's memory."""
     if device.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return (device.memory_stats() or {}).get("bytes_limit")

@@ -1,8 +1,9 @@
-"""Optimizers on the parameters as the author of a stack knows them, one layer at a time.
+"""Run an optax optimizer on the parameters as the author of a stack defines them, layer by layer.
 
-The optimizer is run on {"embed_head": tree, "layers": tree of one layer}: on embedding and head,
-and, by vmap, on each layer. So masks see the author's tree, and norms, factors and matrix products
-are those of one parameter. Stacking, padding and sharding are undone before, and remade after.
+The optimizer gets the tree {"embed_head": tree, "layers": tree of one layer}. It runs once for
+embedding and head and, by vmap, for each layer. So masks see the author's tree, and norms, factors
+and matrix products are those of one parameter. Stacking, padding and sharding are undone before the
+update and restored after it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,20 +31,20 @@ from ppctl.training.pipeline.update_formulas import (
 )
 
 Tree = Any
-STAGED = 3  # leading dims of the leaves of layers in staged form: chunk, rank, layer slot
-RANK = 1  # of them
+STAGED = 3  # leading dims of layers in staged form: chunk, rank, layer slot
+RANK = 1  # index of the rank among these dims
 
 
 @dataclass(frozen=True)
 class LayerOptimizer:
-    """An optimizer of a stack. State has optax's structure, with stacked leaves for layers.
+    """An optimizer of a stack. Its state has optax's structure, with stacked leaves for layers.
 
-    `init` takes parameters in natural order, None for frozen ones. `update` takes staged ones, of
-    all ranks or of one; counts of steps are shared by all layers.
+    `init` takes parameters in natural order, None for frozen ones. `update` takes staged parameters
+    of all ranks or of one rank. All layers share the counts of steps.
 
-    An update that is not finite anywhere is made so everywhere for `optax.apply_if_finite`, which
-    then decides for each layer as for the whole model. updates: as in `StackOptions`, of parameters
-    that the optimizer ignores.
+    `optax.apply_if_finite` must decide the same for all layers. So if any gradient of the model is
+    not finite, it gets NaN for all gradients. updates: as in `StackOptions`; the optimizer ignores
+    these parameters.
     """
 
     optimizer: optax.GradientTransformation
@@ -59,18 +60,18 @@ class LayerOptimizer:
             name = parameter_of(path)[:1]
             if name != (() if place.owner is None else (params[place.owner],)):
                 raise ConfigError(
-                    f"The optimizer's state has a part named {name[0]}, as the parameters have. "
+                    f"The optimizer's state has a part named {name[0]}, like the parameters. "
                     f"Use another label than {name[0]}."
                 )
 
     @cached_property
     def one_layer(self) -> Tree:
-        """The shapes of {"embed_head", "layers"} with one layer."""
+        """The shapes of the optimizer's parameters {"embed_head", "layers"}, with one layer."""
         return _with_one_layer(without_counted(self.params, self.updates))
 
     @cached_property
     def is_elementwise(self) -> bool:
-        """Whether arrays may be divided and padded: each number's update depends on it only."""
+        """Whether numbers are updated one by one, so that arrays may be divided and padded."""
         padded = jax.eval_shape(lambda tree: self.layout.padded(tree, 0), self.one_layer)
         formulas = update_formulas(self.optimizer, self.one_layer)
         if not all(formula.is_elementwise for formula in formulas):
@@ -79,7 +80,7 @@ class LayerOptimizer:
 
     @property
     def layer_flops(self) -> int:
-        """FLOPs of the matrix products by which a layer is updated."""
+        """FLOPs of the matrix products in the update of a layer."""
         return update_flops(self.optimizer, self.one_layer)
 
     @property
@@ -105,13 +106,13 @@ class LayerOptimizer:
         norm: jax.Array,
         layer_in_slot: np.ndarray | None = None,
     ) -> tuple[Tree, Tree]:
-        """Return (updates, next state).
+        """Return (updates, next state), staged.
 
-        norm: of the whole model's gradients. layer_in_slot: the layer of each slot [V, P, K] of the
-        ranks whose parameters these are, -1 where padded; None: of all ranks.
+        norm: the norm of the whole model's gradients. layer_in_slot: the layer in each slot
+        [V, P, K] of the ranks that hold these parameters, -1 for padding; None: all ranks.
         """
         slots = self.layout.layer_in_slot if layer_in_slot is None else layer_in_slot
-        # 1. the author's arrays
+        # 1. the arrays without padding
         grads = poisoned(self.optimizer, self.one_layer, grads, norm)
         given = grads, state, params
         if not self.is_elementwise:
@@ -123,7 +124,7 @@ class LayerOptimizer:
             updates[part], leaves = self._part(part, *given, norm=norm, sizes=slots.shape)
             found |= leaves
         state = with_leaves(state, found)
-        # 3. as they are stored
+        # 3. pad the results; zero the updates of empty slots
         if not self.is_elementwise:
             updates, state = (self.layout.padded(tree, STAGED) for tree in (updates, state))
         if (slots < 0).any():
@@ -137,9 +138,9 @@ class LayerOptimizer:
     ) -> tuple[Tree, dict[tuple, jax.Array]]:
         """Return the updates of "embed_head" or "layers", and leaves of the next state by path.
 
-        The optimizer is given the whole tree, so that masks see it, with zeros for the other part.
+        The optimizer gets the whole tree, which masks need, with zeros for the other part.
         """
-        # 1. the author's tree and its state
+        # 1. the author's trees: gradients, state and parameters
         is_of = lambda path: parameter_of(path)[:1] in ((), (part,))  # noqa: E731
         shapes = jax.eval_shape(self.optimizer.init, self.one_layer)
         templates = self.one_layer, shapes, self.one_layer
@@ -148,7 +149,7 @@ class LayerOptimizer:
         given = [with_leaves(zeros_of(template), pick(tree)) for template, tree in pairs]
         update = optax.with_extra_args_support(self.optimizer).update
 
-        # 2. its update, by layer: lists of leaves, in the order of paths
+        # 2. the update of one layer, then of all: lists of leaves, in the order of paths
         is_owned = is_layer if part == "layers" else lambda _: False
         owned = [[path for path, _ in flat(tree) if is_owned(path)] for tree in given]
         paths = [path for path, _ in flat(shapes) if is_of(path)]
@@ -164,17 +165,17 @@ class LayerOptimizer:
         run = self._by_layer(of_one, sizes) if part == "layers" else of_one
         updates, found = run(layers)
         leaves = dict(zip(paths, found, strict=True))
-        if part == "layers":  # a shared number is the same for all layers
+        if part == "layers":  # a shared number is equal in all layers: take one
             leaves = {p: a if is_layer(p) else a[(0,) * len(sizes)] for p, a in leaves.items()}
-        # 3. without the leaves that are held elsewhere
+        # 3. the updates in the tree of gradients
         updated = [path for path, _ in flat(self.one_layer[part])]
         return with_leaves(grads[part], dict(zip(updated, updates, strict=True))), leaves
 
     def _by_layer(self, run: Callable, sizes: Sequence[int]) -> Callable:
-        """Return `run` of all layers [V, P, K, ...].
+        """Return `run` mapped over layers [V, P, K, ...].
 
-        Of ranks at the same time; of a rank's, one after the other where whole arrays are needed,
-        so that no more than a layer of each rank is gathered.
+        Ranks run at the same time. If the update needs whole arrays, the layers of a rank run one
+        after the other, so each rank gathers one layer at a time.
         """
         for dim, size in reversed([*enumerate(sizes)]):
             at_once = self.is_elementwise or dim == RANK
@@ -183,7 +184,7 @@ class LayerOptimizer:
 
 
 def one_layer_of(stack: Stack) -> Tree:
-    """Return the shapes of a stack's trained parameters, with one layer."""
+    """Return the shapes of the parameters that the optimizer of a stack updates, with one layer."""
     trained = trained_part(stack.param_shapes, stack.options.trainable)
     return _with_one_layer(without_counted(trained, stack.options.updates))
 
@@ -194,7 +195,7 @@ def _with_one_layer(params: Tree) -> Tree:
 
 
 def update_flops(optimizer: optax.GradientTransformation, one_layer: Tree) -> int:
-    """Return the FLOPs of an update's matrix products; one_layer: shapes, with one layer."""
+    """Return the FLOPs of an update's matrix products; one_layer: shapes of the parameters."""
     update = optax.with_extra_args_support(optimizer).update
     state, norm = jax.eval_shape(optimizer.init, one_layer), jax.ShapeDtypeStruct((), jnp.float32)
     run = lambda grads, state, params, norm: update(grads, state, params, norm=norm)  # noqa: E731
@@ -206,15 +207,15 @@ def check_optimizer(
     params: Tree,
     check: Callable[[optax.GradientTransformation, Tree], Any] = check_separate,
 ) -> None:
-    """Raise ConfigError if an update of a parameter depends on others, or fails."""
+    """Raise ConfigError if the update of a parameter depends on other parameters, or fails."""
     try:
         check(optimizer, params)
         kinds = optax.ApplyIfFiniteState, optax.ZeroNansState
         both = all(has_state(optimizer, params, kind) for kind in kinds)
     except Mixing as error:
         raise ConfigError(
-            "The optimizer's update of a parameter depends on other parameters, so that it would "
-            f"differ from layout to layout: {error}. Use clip_norm=NORM for clipping by the global "
+            "The optimizer's update of a parameter depends on other parameters, so it would "
+            f"differ between layouts: {error}. Use clip_norm=NORM for clipping by the global "
             "norm, and an optimizer that treats each parameter by itself."
         ) from error
     except Exception as error:  # anything that the optimizer's code raises
@@ -223,8 +224,8 @@ def check_optimizer(
         ) from error
     if both:
         raise ConfigError(
-            "optax.apply_if_finite and optax.zero_nans in one optimizer: whether an update is "
-            "finite is known of the whole model before, not after, zero_nans. Use one of them."
+            "optax.apply_if_finite and optax.zero_nans in one optimizer contradict each other: "
+            "gradients of the whole model are checked before zero_nans only. Use one of them."
         )
 
 
@@ -237,7 +238,7 @@ def has_rule(optimizer: optax.GradientTransformation, params: Tree) -> bool:
 def poisoned(
     optimizer: optax.GradientTransformation, params: Tree, grads: Tree, norm: jax.Array
 ) -> Tree:
-    """Return gradients, all NaN for `optax.apply_if_finite` if any in the model is not finite."""
+    """Return gradients; all NaN for `optax.apply_if_finite` if the model's norm is not finite."""
     if not has_state(optimizer, params, optax.ApplyIfFiniteState):
         return grads
     return jax.tree.map(lambda g: jnp.where(jnp.isfinite(norm), g, jnp.nan), grads)
@@ -248,15 +249,15 @@ def flat(tree: Tree) -> list[tuple[Any, Any]]:
 
 
 def axes_of(state: Tree) -> Tree:
-    """Return the axes of layers in a state: 0 in the leaves of layers, else None."""
+    """Return the axis of layers in each leaf of a state: 0 for layers, None for other leaves."""
     return jax.tree_util.tree_map_with_path(lambda path, _: 0 if is_layer(path) else None, state)
 
 
 def with_leaves(tree: Tree, leaves: Mapping[tuple, Any]) -> Tree:
-    """Return a tree with the leaves of these paths, where there are any."""
+    """Return a tree with some leaves replaced: leaves by path."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: leaves.get(path, leaf), tree)
 
 
 def zeros_of(tree: Tree) -> Tree:
-    """Return zeros of these shapes, which stand for values that nothing depends on."""
+    """Return zeros of these shapes, as placeholders that no result depends on."""
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree)

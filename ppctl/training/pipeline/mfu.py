@@ -1,4 +1,4 @@
-"""Model FLOPs utilization (MFU): FLOPs of the model over those of the devices' peak."""
+"""Model FLOPs utilization (MFU): the model's FLOPs over the devices' peak FLOPs."""
 
 from dataclasses import dataclass, replace
 
@@ -12,7 +12,7 @@ from ppctl.training.pipeline.known_hardware import NOMINAL, known, of_device
 
 
 def mfu_peak_flops(request: Hardware | AutoHardware, device_kind: str, dtype: str) -> float | None:
-    """Return the peak that MFU is relative to; None for unknown devices and nominal peaks (CPUs).
+    """Return a device's peak FLOP/s for MFU; None for unknown devices and nominal peaks (CPUs).
 
     >>> mfu_peak_flops(AutoHardware(), "TPU v4", "float32")
     275000000000000.0
@@ -27,7 +27,7 @@ def mfu_peak_flops(request: Hardware | AutoHardware, device_kind: str, dtype: st
 
 
 def mfu(step_flops: float, step_s: float | None, peak_flops_per_s: float | None) -> float | None:
-    """Return a step's model FLOPs over the peak's in its time, 0..1; None if one is unknown.
+    """Return the MFU of a step, 0..1: step_flops / (step_s * peak); None if one is unknown.
 
     >>> mfu(3e12, 2.0, 4e12)
     0.375
@@ -39,14 +39,14 @@ def mfu(step_flops: float, step_s: float | None, peak_flops_per_s: float | None)
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """FLOPs of the model in one step: matrix products of forward and backward, no recomputation."""
+    """Matmul FLOPs of the model in one step: forward and backward, without recomputation."""
 
-    full: int  # with attention to the whole sequence, as most publications count
-    causal: int  # with attention to earlier tokens in the window, all that a kernel must compute
+    full: int  # FLOPs with attention to the whole sequence, as most publications count
+    causal: int  # FLOPs with attention only to earlier tokens in the window
 
 
 def model_flops(job: TrainingJob) -> ModelFlops:
-    """Return the FLOPs of a step, by plain forms of attention and experts whatever the kernel."""
+    """Return the FLOPs of a step, counted with the plain kernels of attention and experts."""
     pipe, model = job.pipe, job.config.model
     stack, masked = pipe.stack, 0
     if isinstance(model, Transformer):
@@ -57,7 +57,7 @@ def model_flops(job: TrainingJob) -> ModelFlops:
         num_examples, num_tokens = pipe.batch_shapes["inputs"].shape
         causal = (Scoring(window=window).num_pairs(num_tokens) for window in model.windows)
         pairs = sum(num_tokens**2 - num_pairs for num_pairs in causal)
-        # FLOPs a pair and unit of width: 4 of scores and their product with values, 8 backward
+        # FLOPs per masked pair and unit of width: 4 forward (scores, values), 8 backward
         masked = 12 * num_examples * model.num_heads * model.head_width * pairs
     loss_and_grads = reference(stack, num_microbatches=1, remat="none", unroll=0, dtype=pipe.dtype)
     params = stack.param_shapes

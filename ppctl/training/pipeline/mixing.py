@@ -1,8 +1,8 @@
-"""A trial whether a model computes each example by itself, as training by microbatches needs.
+"""Check that a model computes each example by itself, as training by microbatches requires.
 
-A forward of a few examples is compared with forwards of its halves in another order. Batch norm,
-masks and noise drawn by the shape of a batch, losses between examples, and means where sums are
-expected all differ.
+The loss of a few examples is compared with that of the same examples in another order and in two
+halves. The two differ for batch norm, masks and noise drawn by the shape of a batch, losses between
+examples, and means in place of sums.
 """
 
 import math
@@ -21,25 +21,25 @@ from ppctl.model.stack import Stack, init, num_examples
 from ppctl.training.pipeline.user_code import call_user_code
 
 Tree = Any
-NUM_TRIED = 4  # examples
-NEW_PLACES = (1, 2, 3, 0)  # no example keeps its place in its half
-MOST_BYTES = 2**30  # of parameters, which are on one device while the model is tried
-NOISE = 0.05  # of the parameters' size: a head of zeros would hide the layers before it
+NUM_TRIED = 4  # examples in the check
+NEW_PLACES = (1, 2, 3, 0)  # new order: no example keeps its place in its half
+MOST_BYTES = 2**30  # bytes of parameters, which one device holds during the check
+NOISE = 0.05  # noise over parameter size: a head of zeros would hide the layers before it
 TOLERANCE = {"float64": 1e-8, "float32": 1e-4, "bfloat16": 5e-3}  # relative rounding of the loss
 
 
 def refuse_mixing(
     name: str, stack: Stack, batch: Mapping[str, np.ndarray], dtype: jnp.dtype
 ) -> str | None:
-    """Return why a model could not be tried, None if it passed; ConfigError if it mixes examples.
+    """Raise ConfigError if a model mixes examples; return a note if it could not be checked.
 
-    name: of the model, for messages. batch: an even number of examples, at most NUM_TRIED. dtype:
-    of compute.
+    name: the model's name in messages. batch: an even number of examples, at most NUM_TRIED. dtype:
+    the compute dtype.
     """
     losses = partial(_mean_losses, stack, batch, dtype)
     whole, halved = call_user_code(name, "its loss of a few examples", losses)
     if not (math.isfinite(whole) and math.isfinite(halved)):
-        return f"{name} was not tried for mixing examples: the loss of a few is {whole:g}."
+        return f"{name} was not checked for mixing examples: their loss is {whole:g}."
     if abs(whole - halved) <= TOLERANCE[str(dtype)] * max(abs(whole), abs(halved)):
         return None
     number, meant = (
@@ -49,17 +49,17 @@ def refuse_mixing(
     meant = setting("model.mixes_examples", "true", meant)
     raise ConfigError(
         f"{name} mixes the examples of a batch: the mean loss of {number} examples is "
-        f"{whole:.7g}, of the same in two microbatches and another order {halved:.7g}, so that "
-        "microbatches would train another function. Let it compute each example by itself (layer "
-        "norm in place of batch norm, no masks or noise by the shape of a batch) and return the "
-        f"sum and the number of losses, or use {meant} if this is meant."
+        f"{whole:.7g}, but {halved:.7g} in two microbatches and another order, so microbatches "
+        "would train another function. Let it compute each example by itself (layer norm in place "
+        "of batch norm, no masks or noise by the shape of a batch) and return the sum and the "
+        f"number of losses, or use {meant} if mixing is intended."
     )
 
 
 def few_examples(
     batch: Mapping[str, Any], shapes: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, np.ndarray]:
-    """Return the first examples of a batch, made up if it is shapes or on other processes."""
+    """Return the first examples of a batch; made-up values for shapes and for remote arrays."""
     number = min(NUM_TRIED, num_examples(shapes["inputs"]) // 2 * 2)
     batch = {name: batch[name] for name in shapes}
     arrays = jax.tree.leaves(batch)
@@ -70,7 +70,7 @@ def few_examples(
 
 
 def _made_up(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return waves; for integers zeros and ones, which are ids in any table."""
+    """Return a sine wave; for integers a pattern of 0 and 1, which are valid ids."""
     places = np.arange(math.prod(shape)).reshape(shape)
     is_floating = jnp.issubdtype(dtype, jnp.floating)
     return (np.sin(1.7 * places) if is_floating else places * places // 3 % 2).astype(dtype)
@@ -79,7 +79,7 @@ def _made_up(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 def _mean_losses(
     stack: Stack, batch: Mapping[str, np.ndarray], dtype: jnp.dtype
 ) -> tuple[float, float]:
-    """Return the mean loss of a batch, and of its two halves in another order."""
+    """Return the mean loss of a batch as a whole, and in two halves in another order."""
     number = num_examples(batch["inputs"])
     order = [place for place in NEW_PLACES if place < number]
     how = {"num_microbatches": 1, "remat": "none", "unroll": 0, "with_grads": False}
@@ -100,7 +100,7 @@ def _mean_losses(
 
 
 def _with_noise(a: jax.Array) -> jax.Array:
-    """Return initial parameters with waves added, so that none is zero."""
+    """Return initial parameters plus a sine wave, so that no array is zero."""
     size = jnp.sqrt(jnp.mean(jnp.square(a)))
     waves = jnp.sin(1.3 * jnp.arange(a.size, dtype=a.dtype) + 1).reshape(a.shape)
     return a + NOISE * jnp.where(size > 0, size, 1.0).astype(a.dtype) * waves

@@ -1,4 +1,4 @@
-"""The optimizers of optim=NAME, with their learning rates over the steps of a run."""
+"""The optimizers of optim=NAME, with their learning-rate schedules."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,10 +16,10 @@ from ppctl.training.pipeline.update_formulas import names_of
 from ppctl.training.pipeline.user_code import custom_optimizer
 
 Tree = Any
-MANY = 2**30  # updates that are not finite: the training loop stops long before
+MANY = 2**30  # skipped updates that optax allows in a row; the training loop stops far earlier
 RATES = ("lr", "min_lr_fraction", "warmup_steps", "lr_schedule", "decay_fraction")
-NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)  # of an iteration: Jordan et al. 2024
-MATRIX = MuonDimensionNumbers(-2, -1)  # inputs, outputs; experts before them
+NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)  # coefficients: Jordan et al. 2024
+MATRIX = MuonDimensionNumbers(-2, -1)  # last dims: inputs, outputs; a dim of experts precedes them
 
 
 def make_optimizer(
@@ -28,25 +28,25 @@ def make_optimizer(
     stack: Stack | None = None,
     on_nonfinite: str = "stop",
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """Return the optimizer of these settings without clipping, and its learning rates.
+    """Return the optimizer of these settings, without clipping, and its learning-rate schedule.
 
-    stack: of the model that it is for. on_nonfinite=skip: gradients that are not finite change
-    nothing, not even counts of updates, by which rates go on. ConfigError where the model has no
-    layers that Muon knows, or the user's function fails.
+    stack: the model to train. on_nonfinite: with skip, gradients that are not finite change
+    nothing, not even the update count, so the learning rate stays. ConfigError for Muon with a
+    `Network`, or if the user's function fails.
     """
     rates = rates_of(vars(request), num_steps)
     network = None if stack is None else stack.options.network
     if isinstance(request, settings.Muon) and network is not None:
         raise ConfigError(
-            "optim=muon is for matrices of layers, not of embedding and head, and a Network does "
-            "not say which are. Use optim=custom with a function that does, or optim=adamw."
+            "optim=muon updates matrices of layers only, but a Network does not state which "
+            "matrices are in layers. Use optim=custom with a function that does, or optim=adamw."
         )
     made = MAKERS[type(request)](request, rates)
     return (optax.apply_if_finite(made, MANY) if on_nonfinite == "skip" else made), rates
 
 
 def rates_of(optim: Mapping[str, Any], num_steps: int) -> optax.Schedule:
-    """Return the learning rates of an optimizer's settings by name."""
+    """Return the learning-rate schedule of an optimizer's settings, given by name."""
     return learning_rates(num_steps=num_steps, **{name: optim[name] for name in RATES})
 
 
@@ -67,8 +67,8 @@ def _lamb(of: settings.Lamb, rates: optax.Schedule) -> optax.GradientTransformat
 
 
 def _muon(of: settings.Muon, rates: optax.Schedule) -> optax.GradientTransformation:
-    """Return Muon for the matrices of layers, and AdamW for all else."""
-    # coefficients for each iteration: optax then scans them, twice as fast on CPUs as unrolled
+    """Return Muon for the matrices of layers, with AdamW for all other parameters."""
+    # separate coefficients per iteration let optax scan: on CPUs twice as fast as unrolled
     sizes: dict[str, Any] = {"ns_coeffs": (NEWTON_SCHULZ,) * of.num_iterations, "beta": of.momentum}
     sizes |= {"weight_decay": of.weight_decay}
     every = lambda params: jax.tree.map(lambda _: MATRIX, params)  # noqa: E731

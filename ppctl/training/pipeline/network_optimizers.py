@@ -1,8 +1,9 @@
-"""Optimizers on the parameters of a network by the names of its `init`, not as layers are packed.
+"""Run an optax optimizer on the parameters of a network, named as in its `init`.
 
-A layer of a network is stored as one array for each group of its parameters. An elementwise
+A layer of a network is stored packed: one array for each group of its parameters. An elementwise
 optimizer with one formula for all parameters of a group updates these arrays (`LayerOptimizer`).
-Others are run on the author's tree: each rank unpacks its layers, updates and packs them.
+Other optimizers run on the author's tree: each rank unpacks its layers, updates them and packs the
+results.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from ppctl.training.pipeline.update_formulas import Place, places_in, update_for
 
 Tree = Any
 Shape = jax.ShapeDtypeStruct
-Leaves = dict[int, Any]  # parameters, or leaves of optax's state, by number
+Leaves = dict[int, Any]  # number -> parameter, or leaf of optax's state
 
 
 def network_optimizer(
@@ -47,9 +48,9 @@ def network_optimizer(
     try:
         on_packed = LayerOptimizer(optimizer, params, layout)
         stored = update_formulas(optimizer, on_packed.one_layer)
-    except Exception:  # a mask that knows only the author's tree
+    except Exception:  # such as a mask that fits only the author's tree
         return by_name
-    # the formula of each parameter's array, by the numbers of the parameters
+    # compare the formula of each parameter with that of the array that packs it
     numbers = jax.tree.unflatten(jax.tree.structure(on_packed.one_layer), range(len(stored)))
     arrays = network.embed_head_leaves(numbers["embed_head"])
     for l in range(network.num_layers):
@@ -60,10 +61,10 @@ def network_optimizer(
 
 @dataclass(frozen=True)
 class NetworkOptimizer:
-    """An optimizer of a network, with the arguments of `LayerOptimizer`.
+    """An optimizer of a network, with the methods of `LayerOptimizer`.
 
     The state is {"shared": {name: number}, "embed_head": {parameter: {group: {name: array}}},
-    "layers": arrays [..., n], one a dtype, with a layer's leaves of optax's state packed}.
+    "layers": arrays [..., n], one per dtype: the packed leaves of optax's state of each layer}.
     """
 
     optimizer: optax.GradientTransformation
@@ -90,12 +91,12 @@ class NetworkOptimizer:
 
     @cached_property
     def state(self) -> Tree:
-        """The shapes of optax's state."""
+        """The shapes of optax's state for the author's tree."""
         return jax.eval_shape(self.optimizer.init, self.shapes)
 
     @cached_property
     def places(self) -> list[Place]:
-        """The place of each leaf of optax's state; owners are numbers of all parameters."""
+        """The place of each leaf of optax's state; owners are numbered among all parameters."""
         places = places_in(self.state, self.shapes)
         return [p if p.owner is None else p._replace(owner=self.trained[p.owner]) for p in places]
 
@@ -108,17 +109,17 @@ class NetworkOptimizer:
         return jax.tree.unflatten(self.network.treedef, [leaves.get(i) for i in range(number)])
 
     def _params(self, tree: Tree, indices: Mapping[int, tuple]) -> Leaves:
-        """Return the parameters of embedding and head, and of layers at their indices in arrays."""
+        """Return the parameters of embedding, head and layers; indices: layer -> array index."""
         leaves = self.network.embed_head_leaves(tree["embed_head"])
         for l, index in indices.items():
             leaves |= self.network.leaves_of(l, _at(tree["layers"], index))
         return leaves
 
-    # as it is stored
+    # the stored form
 
     @cached_property
     def _members(self) -> dict[int | None, dict[int, Shape]]:
-        """The leaves of optax's state in each layer; None: embedding and head."""
+        """The leaves of optax's state by layer; key None: those of embedding and head."""
         members: dict[int | None, dict[int, Shape]] = {None: {}}
         members |= {l: {} for l in range(self.network.num_layers)}
         for j, (place, a) in enumerate(zip(self.places, jax.tree.leaves(self.state), strict=True)):
@@ -128,7 +129,7 @@ class NetworkOptimizer:
 
     @cached_property
     def _packing(self) -> FlatPacking:
-        """The packing of layers, of lengths that can be sharded."""
+        """The packing of a layer's state, padded to lengths that can be sharded."""
         layers = range(self.network.num_layers)
         longest = FlatPacking([[*self._members[l].values()] for l in layers]).shapes
         length = lambda a: -(-a.size // MULTIPLE) * MULTIPLE  # noqa: E731
@@ -139,7 +140,7 @@ class NetworkOptimizer:
         return self._packing.pack([*leaves])
 
     def _unpacked(self, stored: Tree, indices: Mapping[int, tuple]) -> Leaves:
-        """Return the leaves of optax's state of embedding and head, of these layers, and shared."""
+        """Return leaves of optax's state: shared ones, embedding's, head's and these layers'."""
         state = {}
         for j, place in enumerate(self.places):
             if place.owner is None:
@@ -153,7 +154,7 @@ class NetworkOptimizer:
         return {j: leaf for j, leaf in state.items() if leaf is not None}
 
     def _name(self, i: int) -> tuple[str, str]:
-        """Return the names of a parameter of embedding and head in the stored tree."""
+        """Return the two keys of an embedding or head parameter in the stored tree."""
         return self.network.names[i], self.network.group(i)
 
     def _stored(self, state: Leaves, layers: Tree) -> Tree:
@@ -190,7 +191,7 @@ class NetworkOptimizer:
     ) -> tuple[Tree, Tree]:
         """Return (updates, next state), staged."""
         grads = poisoned(self.optimizer, self.shapes, grads, norm)
-        # 1. embedding and head; of one rank, also its layers
+        # 1. embedding and head; for one rank (mpmd) also its layers
         numbers = np.full((1, 1, 1), -1) if layer_in_slot is None else layer_in_slot
         updates, found = self._updated(numbers, grads, state, params, norm)
         shared, layers = self._shared(found), (grads["layers"], state["layers"])
@@ -199,7 +200,7 @@ class NetworkOptimizer:
             layers = self._packed(numbers, updates, found)
         elif jax.tree.leaves(grads["layers"]):
             *layers, shared = self._of_ranks(grads, state, params, norm)
-        # 3. as they are stored
+        # 3. the stored form
         places = (self._name(self.network.names.index(name)) for name in grads["embed_head"])
         named = {self.network.names[i]: leaf for i, leaf in updates.items()}
         outer = {name: {group: named.get(name)} for name, group in places}
@@ -207,18 +208,18 @@ class NetworkOptimizer:
         return {"embed_head": outer, "layers": layers[0]}, state
 
     def _of_ranks(self, grads: Tree, state: Tree, params: Tree, norm: jax.Array) -> tuple:
-        """Return (updates of layers, their state, shared numbers): each rank does its own.
+        """Return (updates of layers, their state, shared numbers); each rank updates its layers.
 
-        A rank gathers its layers over fsdp, and keeps its shard of the results.
+        A device gathers the layers of its rank over fsdp and keeps its shard of the results.
         """
-        # 1. what is staged, and its specs
+        # 1. the staged layers and their specs
         trees = {"grads": grads, "state": state, "params": params}
         given = {name: tree["layers"] for name, tree in trees.items()}
         specs = self.layout.staged_specs({"layers": given})["layers"]
         out_specs = specs["grads"], specs["state"], P()
         slots = self.layout.layer_in_slot
 
-        # 2. the update of one rank, whole
+        # 2. the update of one rank, on whole arrays
         def of_rank(rank: int, given: Tree, shared: Tree, norm: jax.Array) -> tuple:
             trees = {name: {"embed_head": {}, "layers": a} for name, a in given.items()}
             trees["state"] |= {"shared": shared}
@@ -226,7 +227,7 @@ class NetworkOptimizer:
             updates, found = self._updated(numbers, **trees, norm=norm)
             return *self._packed(numbers, updates, found), self._shared(found)
 
-        # 3. each device runs that of its rank
+        # 3. each device runs the update of its rank
         def local(given: Tree, shared: Tree, norm: jax.Array) -> tuple:
             branches = [partial(of_rank, rank) for rank in range(slots.shape[1])]
             whole = gather_shards(given, specs)
@@ -245,9 +246,9 @@ class NetworkOptimizer:
     def _updated(
         self, numbers: np.ndarray, grads: Tree, state: Tree, params: Tree, norm: jax.Array
     ) -> tuple[Leaves, Leaves]:
-        """Return updates and the next state of embedding and head, and of the layers by number.
+        """Return (updates, next state) by leaf, of embedding, head and the layers in `numbers`.
 
-        The optimizer is given the whole tree, with zeros in the place of other parameters.
+        The optimizer gets the whole tree, with zeros for other parameters.
         """
         indices = {int(l): index for index, l in np.ndenumerate(numbers) if l >= 0}
         g, p = self._params(grads, indices), self._params(params, indices)
@@ -275,5 +276,5 @@ class NetworkOptimizer:
 
 
 def _at(tree: Tree, index: tuple) -> Tree:
-    """Return a layer of stacked ones."""
+    """Return one layer of stacked layers."""
     return jax.tree.map(lambda a: a[index], tree)

@@ -1,4 +1,4 @@
-"""Train steps with optimizers of optax, clipping by the global norm, and learning rates."""
+"""Train steps with optax optimizers, clipping by the global norm, and learning-rate schedules."""
 
 from collections.abc import Callable
 from functools import partial
@@ -33,17 +33,17 @@ def learning_rates(
     lr_schedule: str = "cosine",
     decay_fraction: float = 0.2,
 ) -> optax.Schedule:
-    """Return the learning rate of update k: linear up to `lr`, then by lr_schedule to its fraction.
+    """Return the learning rate by update: linear warm-up to `lr`, then `lr_schedule`.
 
-    lr_schedule: cosine | linear | constant | wsd, constant until the last decay_fraction of the
-    steps, then linear. The first update has lr/(warmup_steps + 1), not 0; runs shorter than the
-    warm-up reach `lr` too.
+    lr_schedule: cosine | linear, down to lr * min_lr_fraction | constant | wsd (constant, then
+    linear in the last decay_fraction of the steps). The first update has lr / (warmup_steps + 1),
+    not 0. Runs shorter than the warm-up reach `lr` too.
     """
     # 1. sizes, in updates
     warm = min(warmup_steps, num_steps - 1)
     left, least = max(num_steps, warm + 1) - warm, lr * min_lr_fraction
     falling = min(left, max(1, round(decay_fraction * num_steps)))
-    # 2. the parts, and the updates at which they end
+    # 2. the parts, with the update that ends each
     linear, constant = optax.linear_schedule, optax.constant_schedule(lr)
     after = {
         "cosine": [(optax.cosine_decay_schedule(lr, left, min_lr_fraction if lr else 0.0), left)],
@@ -54,13 +54,13 @@ def learning_rates(
     parts = [(linear(lr / (warm + 1), lr, warm), warm), *after]
     ends = np.cumsum([length for _, length in parts])[:-1].tolist()
     rates = optax.join_schedules([part for part, _ in parts], ends)
-    return lambda k: jnp.asarray(rates(jnp.asarray(k, float)))  # of an int32, float32 with x64 too
+    return lambda k: jnp.asarray(rates(jnp.asarray(k, float)))  # float32, also with x64
 
 
 def decays(params: Any) -> Any:
-    """Return for each leaf whether weight decay applies: to matrices, not to norms and biases.
+    """Return a boolean per leaf: weight decay applies to matrices, not to norms and biases.
 
-    params: the author's tree, as a `ModelOptimizer` shows it to optimizers.
+    params: the author's tree, as a `ModelOptimizer` passes it to optimizers.
     """
     is_matrix = lambda path, a: a.ndim > 1 and names_of(path[-1:])[0] not in NO_DECAY  # noqa: E731
     return jax.tree_util.tree_map_with_path(is_matrix, params)
@@ -72,15 +72,15 @@ adamw = partial(optax.adamw, mask=decays)
 def clipped(
     optimizer: optax.GradientTransformation, max_norm: float | None
 ) -> optax.GradientTransformationExtraArgs:
-    """Return the optimizer after clipping by a global norm; None: no clipping, equal state.
+    """Return the optimizer preceded by clipping to max_norm; None: no clipping, same state tree.
 
-    `update(..., norm=n)` takes that norm, which may be of more gradients than the tree given.
+    `update(..., norm=n)` takes the global norm, which may include gradients outside its tree.
     """
     return optax.chain(optax.identity() if max_norm is None else clip_by_norm(max_norm), optimizer)
 
 
 def clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
-    """Return optax.clip_by_global_norm of a known norm: g / max(1, norm / max_norm)."""
+    """Return optax.clip_by_global_norm with a given norm: g / max(1, norm / max_norm)."""
 
     def update(
         updates: Any, state: Any, params: Any = None, *, norm: jax.Array, **_: Any
@@ -89,7 +89,7 @@ def clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
         clipped = lambda g: jnp.where(norm < max_norm, g, g / norm.astype(g.dtype) * max_norm)  # noqa: E731
         return jax.tree.map(clipped, updates), state
 
-    # optax's types know of no extra arguments
+    # optax's type of `update` has no extra arguments
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)  # pyright: ignore[reportArgumentType]
 
 
@@ -107,16 +107,17 @@ def sum_of_squares(tree: Any) -> jax.Array:
 Tree = Any
 ModelOptimizer = LayerOptimizer | NetworkOptimizer
 Optimizer = optax.GradientTransformation | ModelOptimizer
-LossAndGrads = Callable[[Tree, Tree], tuple[dict[str, jax.Array], Tree]]  # params, batch -> losses
+# params, batch -> losses, gradients
+LossAndGrads = Callable[[Tree, Tree], tuple[dict[str, jax.Array], Tree]]
 
 
 def counted_by(optimizer: Optimizer) -> Updates:
-    """Return the updates of counted parameters, which the optimizer leaves alone."""
+    """Return the update functions of counted parameters, which the optimizer ignores."""
     return {} if isinstance(optimizer, optax.GradientTransformation) else optimizer.updates
 
 
 def counts_of(optimizer: Optimizer, grads: Tree) -> dict[str, dict[str, jax.Array]]:
-    """Return {"counts": {name: counts [L, ...] in model order}} of staged gradients, if any."""
+    """Return {"counts": {name: counts [L, ...] in model order}} of staged gradients, or {}."""
     updates = counted_by(optimizer)
     if not updates or isinstance(optimizer, optax.GradientTransformation):
         return {}
@@ -124,7 +125,7 @@ def counts_of(optimizer: Optimizer, grads: Tree) -> dict[str, dict[str, jax.Arra
 
 
 def init_state(params: Tree, optimizer: Optimizer, trainable: Tree = True) -> Tree:
-    """Return {"params", "optimizer", "step"}, the state in a checkpoint.
+    """Return {"params", "optimizer", "step"}: the initial state, in the form of checkpoints.
 
     trainable: as in `StackOptions`; the optimizer has no state for frozen parameters.
     """
@@ -133,7 +134,7 @@ def init_state(params: Tree, optimizer: Optimizer, trainable: Tree = True) -> Tr
 
 
 def state_shapes(stack: Stack, optimizer: Optimizer) -> Tree:
-    """Return the shapes of `init_state` of a model."""
+    """Return the shapes of a model's `init_state`."""
     start = lambda params: init_state(params, optimizer, stack.options.trainable)  # noqa: E731
     return jax.eval_shape(start, stack.param_shapes)
 
@@ -141,10 +142,10 @@ def state_shapes(stack: Stack, optimizer: Optimizer) -> Tree:
 def train_step(
     loss_and_grads: LossAndGrads, optimizer: Optimizer, lr_schedule: optax.Schedule | None = None
 ) -> Callable[..., tuple[Tree, dict[str, jax.Array]]]:
-    """Return (state, batch) -> (next state, metrics).
+    """Return the function (state, batch) -> (next state, metrics).
 
-    batch: as in `with_example_keys`. metrics: "loss", attached losses, "grad_norm" of all stages,
-    before clipping; "lr" where an lr_schedule is given; "counts" of counted parameters, if any.
+    batch: as in `with_example_keys`. metrics: "loss"; attached losses; "grad_norm", the global norm
+    before clipping; "lr" with an lr_schedule; "counts" with counted parameters.
     """
 
     def step(state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
@@ -161,9 +162,9 @@ def train_step(
 def apply_gradients(
     optimizer: Optimizer, state: Tree, grads: Tree, norm: jax.Array, **of_rank: Any
 ) -> Tree:
-    """Return the next state of a model or of a part of it; gradients of None: frozen parameters.
+    """Return the next state of a model or of one rank; gradients are None for frozen parameters.
 
-    norm: of the whole model's gradients. of_rank: further arguments of a `ModelOptimizer`.
+    norm: the norm of the whole model's gradients. of_rank: more arguments of a `ModelOptimizer`.
     """
     # 1. the optimizer's parameters
     counted = counted_by(optimizer)
@@ -173,6 +174,6 @@ def apply_gradients(
     trained = jax.tree.map(lambda p, g: None if g is None else p, state["params"], grads)
     updates, optimizer_state = update(grads, state["optimizer"], trained, norm=norm, **of_rank)
     params = with_trained(optax.apply_updates(trained, updates), state["params"])
-    # 2. those that are updated by counts
+    # 2. the counted parameters
     params = with_updated(params, given, counted, STAGED)
     return {"params": params, "optimizer": optimizer_state, "step": state["step"] + 1}

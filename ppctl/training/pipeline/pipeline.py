@@ -1,4 +1,4 @@
-"""A model pipelined over a mesh: the object that trains, for the command line and scripts."""
+"""`Pipeline`: a model on a mesh that trains and evaluates, for commands and scripts."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -44,8 +44,8 @@ Tree = Any
 class Pipeline:
     """A model, its optimizer and a schedule on a mesh. Made by `ppctl.pipeline`.
 
-    A state is a pytree of sharded arrays that Orbax saves; `step` takes its memory. A batch is
-    {"inputs", "targets"}: arrays [batch, ...] of the shapes that the pipeline was made for, on the
+    A state is a pytree of sharded arrays, which Orbax can save; `step` reuses its memory. A batch
+    is {"inputs", "targets"}: arrays [batch, ...] with the shapes of the pipeline's batch, on the
     host or placed by `put`.
     """
 
@@ -55,17 +55,17 @@ class Pipeline:
     costs_of_layers: Callable[[], RelativeCosts]
     states: States
     optimizer: ModelOptimizer
-    dtype: jnp.dtype  # of compute
+    dtype: jnp.dtype  # compute dtype
     batch_shapes: Tree  # shapes and dtypes of a global batch
     engine: Engine
-    model: Model  # as the tasks of one device see it
+    model: Model  # model with the shapes of one device
     lr_schedule: optax.Schedule | None = None
-    examples: Tree = None  # a few of the batch that it was made with
+    examples: Tree = None  # first examples of the batch given to `ppctl.pipeline`
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    # what is tried or compiled already: "examples", "step", "loss"
+    # checks and compilations that are done: "examples", "step", "loss"
     _done: set[str] = field(default_factory=set[str], init=False, repr=False, compare=False)
 
-    # its parts
+    # parts
 
     @property
     def schedule(self) -> Schedule:
@@ -73,7 +73,7 @@ class Pipeline:
 
     @property
     def ticks(self) -> Ticks | None:
-        """The schedule in ticks; None unless executor=spmd."""
+        """The schedule lowered to ticks; None unless executor=spmd."""
         return self.scheduled.ticks
 
     @property
@@ -95,7 +95,10 @@ class Pipeline:
 
     @property
     def relative_costs(self) -> RelativeCosts:
-        """The costs of layers, embedding and head in layers, by FLOPs; 0 for parts on all ranks."""
+        """FLOPs of layers, embedding and head, relative to the mean layer.
+
+        Embedding and head have 0 if all ranks have a part of them.
+        """
         return self.costs_of_layers()
 
     @property
@@ -105,7 +108,7 @@ class Pipeline:
 
     @property
     def _num_parts(self) -> int:
-        """The microbatches of all replicas."""
+        """The number of microbatches in all replicas."""
         return self.schedule.num_microbatches * MeshSizes.of(self.mesh.shape).along(DATA_AXES)
 
     @cached_property
@@ -114,19 +117,22 @@ class Pipeline:
 
     @cached_property
     def num_trained(self) -> int:
-        """The number of parameters that are trained."""
+        """The number of trained parameters."""
         counts = self.stack.counts(self.states.natural["params"])
         return sum(jax.tree.leaves(trained_part(counts, self.stack.options.trainable)))
 
     @property
     def attached_losses(self) -> tuple[str, ...]:
-        """The names of the losses that layers attach, among the metrics of a step."""
+        """The names of the losses that layers attach; a step reports them as metrics."""
         return self.model.inputs.losses
 
     # training
 
     def init(self, seed: int | None = None) -> Tree:
-        """Return the initial state, a function of model and seed, independent of the layout."""
+        """Return the initial state, which depends on model and seed only, not on the layout.
+
+        seed: seed of the parameters; None: the seed of the pipeline.
+        """
         number = None if seed is None else whole_number("seed", seed, 0)
         self._try_examples()
         return self._state_checks.remember(self.engine.new_state(number))
@@ -134,13 +140,18 @@ class Pipeline:
     def step(self, state: Tree, batch: Mapping[str, Any]) -> tuple[Tree, dict[str, jax.Array]]:
         """Return (next state, metrics) of one train step.
 
-        metrics: "loss", "grad_norm" (before clipping), "lr" where an lr_schedule was given, the
-        losses that layers attach, by name, and the metrics of the request, of the step's forwards.
-        With `StackOptions.updates` also "counts": by name those of each layer, [L, ...], of the
-        global batch. The request's metrics are missing where tp, cp or vocab=parallel divides the
-        head, so that no device has whole outputs: `evaluate` has them.
+        The step is compiled at the first call, unless `compile` did it.
 
-        Compiled at the first call, unless `compile` did it. The state's memory is reused.
+        Args:
+            state: A state of this pipeline. Its memory is reused.
+            batch: {"inputs", "targets"} of the pipeline's batch size.
+
+        Returns:
+            The next state, and metrics: "loss"; "grad_norm", before clipping; "lr" with an
+            lr_schedule; each attached loss; with `StackOptions.updates` "counts": name -> counts
+            [L, ...] over the global batch; and the `metrics` of `ppctl.pipeline`, from the step's
+            forwards. The latter are missing if tp, cp or vocab=parallel divides the head, because
+            no device has whole outputs; `evaluate` has them.
         """
         placed = self._placed(state, batch)
         if "step" not in self._done:
@@ -149,9 +160,9 @@ class Pipeline:
         return self._state_checks.remember(state), metrics
 
     def loss(self, state: Tree, batch: Mapping[str, Any]) -> jax.Array:
-        """Return the mean loss of a batch of any number of examples, by forwards only.
+        """Return the mean loss of a batch with any number of examples, by forwards only.
 
-        A batch of the pipeline's size goes through its stages, any other as in `evaluate`.
+        A batch of the pipeline's size runs through its stages, any other as in `evaluate`.
         """
         if isinstance(batch, Mapping) and "inputs" in batch and not self._is_whole(batch):
             return self.evaluate(state, batch)["loss"]
@@ -161,7 +172,7 @@ class Pipeline:
         return self.engine.loss(state, placed)[0]
 
     def loss_and_grads(self, state: Tree, batch: Mapping[str, Any]) -> tuple[jax.Array, Tree]:
-        """Return (mean loss, gradients in natural order) of a batch; the state stays."""
+        """Return (mean loss, gradients in natural order) of a batch; the state stays usable."""
         return self.engine.loss_and_grads(state, self._placed(state, batch))
 
     def _is_whole(self, batch: Mapping[str, Any]) -> bool:
@@ -170,22 +181,34 @@ class Pipeline:
         return [np.shape(a)[:1] for a in arrays[:1]] == [(self.batch_size,)]
 
     def evaluate(self, state: Tree, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Return the means over a batch {"inputs", "targets"} of the loss and of each metric.
+        """Return the means of the loss and of each metric over a batch.
 
-        Any number of examples will do: each device of the mesh computes some of them with the whole
-        model, compiled once. Means are over losses (examples or tokens), and over a metric's
-        values by their weights: those of an accuracy are `outputs.argmax(-1) == batch["targets"]`,
-        with weights `batch["targets"] >= 0` where some tokens have no target.
+        Each device of the mesh computes some of the examples with the whole model, compiled once.
+        The loss is averaged over all losses (examples or tokens), a metric over its values by their
+        weights. An accuracy has the values `outputs.argmax(-1) == batch["targets"]`, and the
+        weights `batch["targets"] >= 0` if some tokens have no target.
 
-        ConfigError: the batch has other shapes than [examples, ...] of the pipeline's batch.
+        Args:
+            state: A state of this pipeline.
+            batch: {"inputs", "targets"}, arrays [examples, ...] with any number of examples.
+
+        Raises:
+            ConfigError: Apart from the number of examples, the arrays do not fit the pipeline.
         """
         return self._whole.evaluate(*self._of_whole(state, batch))
 
     def predict(self, state: Tree, inputs: Any) -> Tree:
-        """Return the model's outputs, such as logits, for inputs [examples, ...], as `evaluate`.
+        """Return the model's outputs, such as logits, computed as in `evaluate`.
 
-        Outputs are [examples, ...] each, in the dtype of compute. ConfigError for a `Stack` without
-        outputs, and for inputs of other shapes.
+        Args:
+            state: A state of this pipeline.
+            inputs: Arrays [examples, ...] with any number of examples.
+
+        Returns:
+            The outputs, arrays [examples, ...] in the compute dtype.
+
+        Raises:
+            ConfigError: The `Stack` has no outputs, or the inputs have other shapes.
         """
         if self.stack.options.outputs is None:
             raise ConfigError(
@@ -196,21 +219,21 @@ class Pipeline:
         return self._whole.predict(params, batch["inputs"])
 
     def params(self, state: Tree) -> Tree:
-        """Return a state's parameters as their author has them.
+        """Return a state's parameters in the form of their author.
 
-        Of a `Network` the tree that its init returns, of a `Stack` {"embed_head", "layers"}, whose
-        layers are [L, ...] in model order.
+        For a `Network` this is the tree that its init returns; for a `Stack` {"embed_head",
+        "layers"}, with layers [L, ...] in model order.
         """
         self._state_checks.check(state)
         return of_author(self.stack, self.engine.params(state))
 
     def _of_whole(self, state: Tree, batch: Any) -> tuple[Tree, dict[str, np.ndarray]]:
-        """Return (natural parameters, a batch of any number of examples on the host), checked."""
+        """Return (natural parameters, a checked batch of any number of examples on the host)."""
         self._state_checks.check(state)
         if self.stack.options.mixes_examples:
             raise ConfigError(
-                "The model mixes the examples of a batch (mixes_examples=True), so that none has "
-                f"outputs or a loss by itself. Use pipe.loss with batches of {self.batch_size}."
+                "The model mixes the examples of a batch (mixes_examples=True), so an example has "
+                f"no outputs or loss by itself. Use pipe.loss with batches of {self.batch_size}."
             )
         arrays = on_host(batch, self.batch_shapes, self.stack, any_number=True)
         return self.engine.params(state), arrays
@@ -229,19 +252,23 @@ class Pipeline:
         return StateChecks(self.engine.state_shapes, (self.partition, self.layout.rank_of))
 
     def compile(self, *, evaluate: bool = False) -> Footprint:
-        """Compile the train step, with `evaluate` also `loss`; return the step's memory."""
+        """Compile the train step, and with `evaluate` also `loss`; return the step's memory."""
         self._try_examples()
         footprint = self.engine.compile(evaluate=evaluate)
         self._done.update({"step", "loss"} if evaluate else {"step"})
         return footprint
 
     def check_examples(self, name: str, examples: Mapping[str, Any]) -> str | None:
-        """Return why the model could not be tried for mixing the examples of a batch, or None.
+        """Check that the model does not mix examples; return a note if it cannot be checked.
 
-        Untried if the model states that it mixes or not, or the batch is computed as a whole.
-        name: of the model, for messages; examples: a few of a batch.
+        No check if the model states `mixes_examples`, or the batch is computed whole.
 
-        ConfigError: the model mixes them, so that microbatches would train another function.
+        Args:
+            name: The model's name in messages.
+            examples: A batch; its first few examples are used.
+
+        Raises:
+            ConfigError: The model mixes examples, so microbatches would train another function.
         """
         self._done.add("examples")
         if self.stack.options.mixes_examples is not None or self._num_parts == 1:
@@ -249,8 +276,8 @@ class Pipeline:
         size = tree_bytes(self.states.natural["params"])
         if size > MOST_BYTES:
             return (
-                f"{name} was not tried for mixing the examples of a batch: its parameters take "
-                f"{size_text(size)}, more than the {size_text(MOST_BYTES)} of one device for it."
+                f"{name} was not checked for mixing the examples of a batch: its parameters take "
+                f"{size_text(size)}, more than the {size_text(MOST_BYTES)} allowed on one device."
             )
         few = few_examples(examples, self.batch_shapes)
         return refuse_mixing(name, self.stack, few, self.dtype)
@@ -263,9 +290,10 @@ class Pipeline:
             warnings.warn(note, stacklevel=3)
 
     def put(self, batch: Mapping[str, Any]) -> Tree:
-        """Return a global batch on the devices of its step, unless it is there already.
+        """Return a global batch placed on the devices of a step; a placed batch is returned as is.
 
-        ConfigError: the batch has other names or shapes than the pipeline was made for.
+        Raises:
+            ConfigError: The batch has other names or shapes than the pipeline's batch.
         """
         shardings = self.engine.batches.shardings
         is_at = lambda a, to: isinstance(a, jax.Array) and a.sharding == to  # noqa: E731
@@ -279,24 +307,24 @@ class Pipeline:
         return self.engine.batches.put(jax.tree.map(lambda a: a[rows], arrays))
 
     def to_natural(self, state: Tree) -> Tree:
-        """Return a state in natural order, as in checkpoints: layers [L, ...] in model order."""
+        """Return the state in natural order, as in checkpoints: layers [L, ...] in model order."""
         self._state_checks.check(state)
         return self.engine.to_natural(state)
 
     def from_natural(self, state: Tree) -> Tree:
-        """Return the pipeline's state of one in natural order."""
+        """Return the pipeline's state from a state in natural order."""
         check_natural(state, self.states.natural)
         state = jax.device_put(state, shardings_of(self.states.natural))
         return self._state_checks.remember(self.engine.from_natural(state))
 
-    # its memory and time
+    # memory and time
 
     def memory(self) -> tuple[Mapping[str, int], ...]:
-        """Return each rank's bytes a device by part: by shapes; "temporaries" once compiled."""
+        """Return for each rank the bytes per device by part; with "temporaries" once compiled."""
         return self.engine.memory()
 
     def _repr_html_(self) -> str:
-        """Return what notebooks show: sizes, the layers and memory of each rank, the schedule."""
+        """Return the HTML view in notebooks: sizes, each rank's layers and memory, the schedule."""
         axes = " x ".join(f"{axis}={n}" for axis, n in self.mesh.shape.items() if n > 1)
         layers = [f"{each.start}-{each[-1]}" if each else "none" for each in self.partition]
         held = [
@@ -320,9 +348,9 @@ class Pipeline:
         return self.engine.programs()
 
     def bubble(self, costs: Costs | None = None) -> float | None:
-        """Return the idle share of all ranks that the schedule predicts for this executor, 0..1.
+        """Return the predicted idle share of all ranks, 0..1; None for executor=reference.
 
-        costs: seconds of tasks; None: relative ones, in equal stages. None without a pipeline.
+        costs: seconds of each task; None: relative costs, with equal stages.
         """
         if not self.execution.engine.is_pipelined:
             return None

@@ -1,4 +1,4 @@
-"""The checks of a request for a pipeline: schedule, batch, partition and model."""
+"""Checks of the arguments of `ppctl.pipeline`: schedule, batch, partition and model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -39,11 +39,11 @@ from ppctl.training.pipeline.execution import Execution
 
 Tree = Any
 AnySchedule = str | FamilyWithKnobs | Schedule
-XLA_AXES = axes_dividing("weights")  # over which XLA can divide a model by its sharding
+XLA_AXES = axes_dividing("weights")  # axes that XLA can divide by the sharding of a model
 
 
 def shapes_of(batch: Tree) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return shapes and dtypes of a global batch."""
+    """Return the shapes and dtypes of a global batch. ConfigError if batch sizes differ."""
     shape = lambda a: jax.ShapeDtypeStruct(a.shape, jax.dtypes.canonicalize_dtype(a.dtype))  # noqa: E731
     shapes = jax.tree.map(shape, arrays_of(batch))
     sizes = {name: a.shape for name, a in named(shapes).items()}
@@ -60,7 +60,7 @@ def schedule_for(
     knobs: Mapping[str, float],
     shapes: Mapping[str, jax.ShapeDtypeStruct],
 ) -> Schedule:
-    """Return the schedule of a request, validated, which divides a batch of these shapes."""
+    """Return the requested schedule, validated. ConfigError if it does not divide the batch."""
     plan = _schedule_for(schedule, mesh.shape["pp"], num_microbatches, knobs)
     size, sizes = num_examples(shapes["inputs"]), MeshSizes.of(mesh.shape).shown(DATA_AXES)
     factors = {"num_microbatches": plan.num_microbatches} | sizes
@@ -76,7 +76,7 @@ def schedule_for(
 def _schedule_for(
     schedule: AnySchedule, num_ranks: int, num_microbatches: int | None, knobs: Mapping[str, float]
 ) -> Schedule:
-    # 1. a family, by its name or with its settings
+    # 1. build a schedule family, given by name or with settings
     if num_microbatches is not None:
         num_microbatches = whole_number("num_microbatches", num_microbatches, 1)
     if isinstance(schedule, str):
@@ -88,17 +88,17 @@ def _schedule_for(
         return schedule.build(num_ranks, num_microbatches)
     if not isinstance(schedule, FamilyWithKnobs | Schedule):
         raise ConfigError(
-            f"schedule={schedule} is no schedule. Use the name of a family, ppctl.family(name), or "
-            "a ppctl.Schedule."
+            f"schedule={schedule} is not a schedule. Use the name of a family, ppctl.family(name), "
+            "or a ppctl.Schedule."
         )
     if isinstance(schedule, FamilyWithKnobs):
         (name, value), *_ = knobs.items()
         call = f'ppctl.family("{schedule.name}", {name}={value!r})'
         raise ConfigError(f"{name}={value} is a setting of the schedule. Use schedule={call}.")
-    # 2. a schedule that is made already
+    # 2. check a complete schedule
     plan = validate(schedule)
     if knobs:
-        why = f"knobs of a named schedule, but {plan.name} is made already"
+        why = f"settings of a schedule family, but {plan.name} is a complete schedule"
         raise ConfigError(f"{', '.join(knobs)}: {why}. Leave it out.")
     if num_microbatches not in (None, plan.num_microbatches):
         why = f"num_microbatches={num_microbatches}, but the schedule has {plan.num_microbatches}"
@@ -112,7 +112,7 @@ def _schedule_for(
 def layered_stack(
     model: Stack | Network, batch: Tree, layers: int | None, dtype: jnp.dtype
 ) -> Stack:
-    """Return a model as a stack of layers, which takes the batch.
+    """Return a model as a stack of layers. ConfigError if it does not accept the batch.
 
     A network is cut at its marks, or into `layers` layers of about equal work.
     """
@@ -120,13 +120,13 @@ def layered_stack(
     if isinstance(model, Stack):
         check_values(arrays_of(batch), shapes, model)
         if layers is not None:
-            why = f"layers={layers} cuts a Network, and this Stack has {model.num_layers} layers"
+            why = f"layers={layers} cuts a Network, but this Stack has {model.num_layers} layers"
             raise ConfigError(f"{why}. Leave it out.")
         return model
     layers = None if layers is None else whole_number("layers", layers, 1)
     two = lambda a: jax.ShapeDtypeStruct((2, *a.shape[1:]), a.dtype)  # noqa: E731
     inputs = jax.tree.map(two, shapes["inputs"])
-    wide = jnp.promote_types(dtype, jnp.float32)  # of parameters
+    wide = jnp.promote_types(dtype, jnp.float32)  # dtype of the parameters
     how = {"inputs": inputs, "dtype": wide, "compute": dtype}
     return stack_of(TracedNetwork(model, layers, auto=layers is not None, **how))
 
@@ -134,19 +134,19 @@ def layered_stack(
 def divided_vocabulary(
     plan: Schedule, vocab: str, schedule: Any, execution: Execution, costs: Costs
 ) -> Schedule:
-    """Return a family's schedule with embedding and head on all ranks; ConfigError for others."""
+    """Return a family's schedule with embedding and head on all ranks. ConfigError for others."""
     if vocab != "parallel":
         raise ConfigError(f"vocab={vocab} is not one of whole, parallel.")
     if not isinstance(schedule, str | FamilyWithKnobs):
-        why = f"vocab=parallel is of a schedule family, not of a custom {type(schedule).__name__}"
-        raise ConfigError(f"{why}. Give it with_vocabulary(schedule).")
+        why = f"vocab=parallel is for a schedule family, not for a custom {type(schedule).__name__}"
+        raise ConfigError(f"{why}. Use with_vocabulary(schedule).")
     return with_vocabulary(plan, 0 if execution.engine.in_ticks else None, costs)
 
 
 def divided(
     stack: Stack, execution: Execution, mesh: Mesh, shapes: Mapping[str, jax.ShapeDtypeStruct]
 ) -> tuple[DividedStack, dict[tuple[str, ...], Shard], tuple[str, ...]]:
-    """Return the model as one device computes it, and the results of `shards_in_stages`."""
+    """Return (the model on one device, *the results of `shards_in_stages`)."""
     axes = execution.axes if execution.engine.is_pipelined else WHOLE
     part = divided_stack(stack, axes, shapes)
     shards, auto = shards_in_stages(stack, part, execution.axes)
@@ -158,39 +158,38 @@ def divided(
 def divided_stack(
     stack: Stack, axes: StageAxes, shapes: Mapping[str, jax.ShapeDtypeStruct]
 ) -> DividedStack:
-    """Return the model as one device computes it; whole, where XLA divides it by its `sharding`.
+    """Return the model on one device; the whole model if XLA divides it by its `sharding`.
 
-    ConfigError if its stages cannot be divided.
+    ConfigError if the stages of the model cannot be divided.
     """
     options = stack.options
     whole = DividedStack(stack.embed, stack.layer, stack.head, options.sharding)
     is_needed = axes.num_devices > 1 or axes.vocab_parts
     if not is_needed or (options.divided is None and not axes.need_a_model):
         return whole
-    # 1. over ranks, by the vocabulary
+    # 1. division of the vocabulary over ranks
     if axes.vocab_parts and (
         options.divided is None or _divided(options.divided, axes).parts is None
     ):
         raise ConfigError(
             f"{setting('schedule.vocab', 'parallel')} divides embedding and head over "
-            f"{axes.vocab_parts} ranks by their vocabulary, as a transformer does; this model does "
-            f"not (DividedStack.parts). Use {setting('schedule.vocab', 'whole')}."
+            f"{axes.vocab_parts} ranks by their vocabulary, but this model has no functions for it "
+            f"(DividedStack.parts). Use {setting('schedule.vocab', 'whole')}."
         )
-    # 2. over the axes inside a stage
+    # 2. division over the axes inside a stage
     ones = " ".join(setting(f"mesh.{name}", 1) for name in axes.divided)
     pp, fsdp = setting("mesh.pp"), setting("mesh.fsdp")
     if options.divided is None and options.sharding is None:
         raise ConfigError(
-            f"{axes.text}: this divides the stages of models that say how (StackOptions.divided, "
-            "or sharding for tp), as a transformer does; this one does not. Use "
-            f"{ones}, and more of {pp} or {fsdp}."
+            f"{axes.text} divides stages, but this model does not define how "
+            f"(StackOptions.divided, or sharding for tp). Use {ones}, and more of {pp} or {fsdp}."
         )
     if options.divided is None:
         for name in axes.divided.keys() - set(XLA_AXES):
             raise ConfigError(
-                f"{setting(f'mesh.{name}', axes.divided[name])} divides the stages of models that "
-                "say how (StackOptions.divided); this one gives PartitionSpecs over "
-                f"{XLA_AXES[0]} only (sharding). Use {setting(f'mesh.{name}', 1)}, and more of "
+                f"{setting(f'mesh.{name}', axes.divided[name])} divides stages, but this model "
+                "defines PartitionSpecs (sharding), not StackOptions.divided: they divide over "
+                f"{XLA_AXES[0]} only. Use {setting(f'mesh.{name}', 1)}, and more of "
                 f"{setting('mesh.tp')}, {pp} or {fsdp}."
             )
         return whole
@@ -201,24 +200,24 @@ def divided_stack(
 
 
 def check_division_by_xla(execution: Execution, mesh: Mesh) -> None:
-    """Raise ConfigError where XLA cannot divide a model over tp: in spmd, and with gather=layer."""
+    """Raise ConfigError if XLA cannot divide a model over tp: with spmd, or with gather=layer."""
     if execution.engine.in_ticks:
         raise ConfigError(
             f"{setting('mesh.tp', mesh.shape['tp'])} divides a model by its PartitionSpecs with "
             "executor=mpmd only: in the one program of executor=spmd XLA's collectives would "
-            "stand in branches that other ranks skip. Use executor=mpmd, or divide the model by "
+            "be in branches that other ranks skip. Use executor=mpmd, or divide the model by "
             "hand (StackOptions.divided with ppctl.parallel)."
         )
     if execution.gathers_by_layer and mesh.shape["fsdp"] > 1:
         raise ConfigError(
-            f"gather=layer with fsdp={mesh.shape['fsdp']} and tp={mesh.shape['tp']}: layers are "
-            "gathered one by one where the model divides itself over tp (StackOptions.divided), "
-            "not where XLA does (sharding). Use gather=step."
+            f"gather=layer with fsdp={mesh.shape['fsdp']} and tp={mesh.shape['tp']} needs a model "
+            "that divides itself over tp (StackOptions.divided), but XLA divides this one "
+            "(sharding). Use gather=step."
         )
 
 
 def divided_by_xla(stack: Stack, axes: StageAxes) -> tuple[str, ...]:
-    """Return the axes over which XLA divides a model that states shardings but no `divided`."""
+    """Return the axes that XLA divides: those of a model with `sharding` but without `divided`."""
     is_stated = stack.options.divided is None and stack.options.sharding is not None
     return tuple(name for name in XLA_AXES if is_stated and name in axes.divided)
 
@@ -226,7 +225,7 @@ def divided_by_xla(stack: Stack, axes: StageAxes) -> tuple[str, ...]:
 def shards_in_stages(
     stack: Stack, divided: DividedStack, axes: StageAxes
 ) -> tuple[dict[tuple[str, ...], Shard], tuple[str, ...]]:
-    """Return (the parameters that axes inside a stage divide, the axes over which XLA does it).
+    """Return (shards of the parameters divided inside a stage, the axes that XLA divides).
 
     divided: the result of `divided_stack`. ConfigError if the PartitionSpecs do not fit.
     """
@@ -238,11 +237,11 @@ def shards_in_stages(
 
 
 def _checked_specs(params: Tree, sharding: Tree, axes: StageAxes, *, is_padded: bool) -> Tree:
-    """Return the PartitionSpec of each parameter {"embed_head", "layers"}, of one layer.
+    """Return the PartitionSpec of each parameter {"embed_head", "layers"}, with one layer.
 
-    params: shapes, natural; sharding: their specs, in which one, or None, may stand for a whole
-    subtree; is_padded: whether sizes that axes do not divide are padded. ConfigError if the trees
-    differ, or a spec has another axis, too many dims, or a dim that its axes do not divide.
+    params: shapes in natural order. sharding: their specs; one spec, or None, may stand for a whole
+    subtree. is_padded: whether sizes that are not divisible are padded. ConfigError if the trees
+    differ, or a spec has a wrong axis, too many dims, or a dim that is not divisible.
     """
     specs = _spread(sharding, params)
     leaves = jax.tree_util.tree_leaves_with_path(params)
@@ -264,7 +263,7 @@ def _checked_specs(params: Tree, sharding: Tree, axes: StageAxes, *, is_padded: 
 
 
 def _check_size(name: str, shape: tuple[int, ...], spec: P, axes: StageAxes) -> None:
-    """Raise ConfigError if the axes of a spec do not divide its dim."""
+    """Raise ConfigError if the sharded dim is not divisible by the axes of its spec."""
     names = sharded_over(spec)
     size, number = shape[sharded_dim(spec)] if names else 0, axes.parts(names)
     if size % number == 0:
@@ -273,7 +272,7 @@ def _check_size(name: str, shape: tuple[int, ...], spec: P, axes: StageAxes) -> 
     product = "*".join(setting(f"mesh.{axis}") for axis in names)
     equation = f"is not a multiple of {product}={number} ({size} % {number} = {size % number})"
     raise ConfigError(
-        f"sharding of {name} is {spec}, but its size there, {size} of {shape}, {equation}. "
+        f"sharding of {name} is {spec}, but the sharded dim, {size} of {shape}, {equation}. "
         f"Use {product}={fitting}, or other sizes."
     )
 
@@ -281,7 +280,7 @@ def _check_size(name: str, shape: tuple[int, ...], spec: P, axes: StageAxes) -> 
 def _spread(sharding: Tree, params: Tree) -> list[P]:
     """Return the spec of each leaf of `params`; one spec, or None, may stand for a subtree.
 
-    ConfigError where the trees differ.
+    ConfigError if the trees differ.
     """
     is_none = lambda a: a is None  # noqa: E731
     spread = lambda spec, part: jax.tree.map(lambda _: P() if spec is None else spec, part)  # noqa: E731
@@ -290,14 +289,14 @@ def _spread(sharding: Tree, params: Tree) -> list[P]:
     except ValueError as error:
         given, expected = (jax.tree.structure(tree, is_leaf=is_none) for tree in (sharding, params))
         raise ConfigError(
-            f"sharding is no tree of PartitionSpecs like that of the parameters: it is {given}, "
-            f"they are {expected}. Give each parameter a PartitionSpec over tp; one, or None, "
-            "may stand for all below it."
+            f"sharding is not a tree of PartitionSpecs like the parameters: it is {given}, they "
+            f"are {expected}. Give each parameter a PartitionSpec over tp; one, or None, may stand "
+            "for a subtree."
         ) from error
 
 
 def _check_spec(name: str, shape: tuple[int, ...], spec: Any) -> None:
-    """Raise ConfigError if a parameter of this shape cannot have this spec, axes of any size."""
+    """Raise ConfigError if a parameter of this shape cannot have this spec, for any axis sizes."""
     if not isinstance(spec, P):
         raise ConfigError(
             f"sharding of {name} is {spec!r}; it must be a jax.sharding.PartitionSpec, such as "
@@ -306,12 +305,12 @@ def _check_spec(name: str, shape: tuple[int, ...], spec: Any) -> None:
     names, num_dims = sharded_over(spec), sum(map(bool, spec))
     if not {*names} <= {*SHARD_AXES} or len({*names}) < len(names) or num_dims > 1:
         raise ConfigError(
-            f"sharding of {name} is {spec}; it may have {' and '.join(SHARD_AXES)} alone, in one "
-            "dim: ppctl places the other axes. Use P(None, 'tp') or the like."
+            f"sharding of {name} is {spec}; it may have only {' and '.join(SHARD_AXES)}, in one "
+            "dim: ppctl places the other axes. Use a spec such as P(None, 'tp')."
         )
     if len(spec) > len(shape):
         raise ConfigError(
-            f"sharding of {name} is {spec}, of {len(spec)} dims, but the parameter has the shape "
+            f"sharding of {name} is {spec}, with {len(spec)} dims, but the parameter has the shape "
             f"{shape}."
         )
 
@@ -332,7 +331,7 @@ def partition_for(
     schedule: Schedule,
     costs: Callable[[], RelativeCosts],
 ) -> Partition:
-    """Return the layers of each stage."""
+    """Return the layers of each stage. ConfigError for an unknown partition."""
     if isinstance(partition, str) and partition not in ("uniform", "balanced"):
         raise ConfigError(
             f"partition={partition} is not one of uniform, balanced, or the layers of each stage."
@@ -345,22 +344,22 @@ def partition_for(
 
 
 def check_fused(step: ScheduledStep, partition: Partition, execution: Execution) -> None:
-    """Raise ConfigError where no two tasks, or scanned layers, can run as one program."""
+    """Raise ConfigError if executor.fuse is set, but layers are scanned or no tasks can fuse."""
     if not step.fuses:
         return
     fuse, name = setting("executor.fuse", execution.fuse), step.schedule.name
     largest = max(map(len, partition))
     if largest > execution.unroll:
         raise ConfigError(
-            f"{fuse} runs the layers of two tasks by turns, which needs them unrolled, but a stage "
+            f"{fuse} interleaves the layers of two tasks, which must be unrolled, but a stage "
             f"has {largest} layers, and {setting('executor.unroll', execution.unroll)} scans more "
             f"than {execution.unroll}. Use {setting('executor.unroll', largest)}."
         )
     if step.num_fused == 0:
         raise ConfigError(
             f"{fuse} runs a forward and a backward as one program, but schedule={name} of "
-            f"{step.schedule.num_microbatches} microbatches has none next to each other that may "
-            f"wait for each other. Use {setting('executor.fuse', 'none')}, more microbatches, or "
+            f"{step.schedule.num_microbatches} microbatches has no adjacent pair that can start "
+            f"together. Use {setting('executor.fuse', 'none')}, more microbatches, or "
             "schedule=dualpipe_v, interleaved or eager_1f1b."
         )
 
@@ -368,7 +367,7 @@ def check_fused(step: ScheduledStep, partition: Partition, execution: Execution)
 def check_tasks(
     stack: Stack, step: ScheduledStep, partition: Partition, model: Model, execution: Execution
 ) -> None:
-    """Raise ConfigError for tasks that cannot be fused, or a layer that cannot be split."""
+    """Raise ConfigError if tasks cannot be fused, or the backward of a layer cannot be split."""
     check_fused(step, partition, execution)
     stages = {task.stage for rank in step.schedule.ranks for task in rank if task.kind == "I"}
     for s in sorted(stages) if execution.engine.is_pipelined else ():

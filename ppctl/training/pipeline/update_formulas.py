@@ -1,7 +1,8 @@
-"""The formula of an optimizer's update of each parameter, read from its traced program.
+"""The formulas of an optimizer's updates, read from its traced program.
 
-A formula tells which parameters an update depends on, and whether it is elementwise: then arrays
-may be stacked, padded and divided without changing it. Nothing is computed.
+The formula of an update lists the parameters that affect the update, and states whether it is
+elementwise. The arrays of an elementwise update may be stacked, padded and divided. Nothing is
+computed.
 """
 
 from collections.abc import Sequence
@@ -27,18 +28,19 @@ UNIFORM = ELEMENTWISE | {
     "reshape",
     "squeeze",
     "transpose",
-}  # keep equal entries
-RANDOM = ("random_", "threefry", "rng_")  # beginnings of the names of JAX's random operations
-SHAPES = ("shape", "broadcast_dimensions", "sharding", "weak_type")  # leave a formula as it is
+}  # operations that keep equal entries equal
+RANDOM = ("random_", "threefry", "rng_")  # prefixes of JAX's random operations
+# parameters of operations that formulas leave out
+SHAPES = ("shape", "broadcast_dimensions", "sharding", "weak_type")
 
 
 class Formula(NamedTuple):
     """The formula of a value.
 
-    owners: numbers of the parameters it depends on, through their gradients and state too.
-    is_elementwise: of a value without owners, whether all its entries are equal, and the same for
-    any shapes: no positions, and no numbers of entries. text: a hash of the operations, equal for
-    equal formulas of arrays of other shapes.
+    owners: numbers of the parameters that affect it, also through their gradients and state.
+    is_elementwise: whether each entry depends only on the same entry of its owners. Without owners:
+    whether all entries are equal, and independent of shapes. text: a hash of the operations, the
+    same for arrays of other shapes.
     """
 
     owners: frozenset[int]
@@ -47,7 +49,7 @@ class Formula(NamedTuple):
 
 
 class Mixing(ConfigError):
-    """An optimizer whose update of a parameter depends on other parameters."""
+    """An optimizer update that depends on other parameters, or on random numbers."""
 
 
 def names_of(path: tuple) -> Path:
@@ -60,8 +62,8 @@ class Place(NamedTuple):
     """The place of a leaf in an optimizer's state."""
 
     names: Path
-    owner: int | None  # the number of its parameter; None: such as a count of steps
-    slot: str  # its names without those of the parameter, such as "0/mu"
+    owner: int | None  # number of its parameter; None: shared, such as a count of steps
+    slot: str  # names without those of the parameter, such as "0/mu"
 
 
 def places_in(state: Tree, params: Tree) -> list[Place]:
@@ -90,14 +92,14 @@ def places_in(state: Tree, params: Tree) -> list[Place]:
 
 
 def _leaf_counts(params: Any, state: Any) -> list[int] | None:
-    """Return the leaves of a state at each leaf of parameters; None if the structures differ.
+    """Return the number of state leaves at each parameter leaf; None if the structures differ.
 
-    Both are treedefs. A masked part of the parameters has no leaves in the state.
+    Both arguments are treedefs. A masked part of the parameters has no leaves in the state.
     """
     kind = state.node_data() and state.node_data()[0]
     if kind is optax.MaskedNode:
         return [0] * params.num_leaves
-    if jax.tree_util.treedef_is_leaf(params) and params.num_leaves:  # {} is one, without leaves
+    if jax.tree_util.treedef_is_leaf(params) and params.num_leaves:  # {} is a leaf without leaves
         return None if _has_records(state) else [state.num_leaves]
     pairs = params.node_data(), state.node_data(), params.children(), state.children()
     if pairs[0] != pairs[1] or len(pairs[2]) != len(pairs[3]):
@@ -107,7 +109,7 @@ def _leaf_counts(params: Any, state: Any) -> list[int] | None:
 
 
 def _has_records(state: Any) -> bool:
-    """Return whether a treedef has the named tuples that optax makes of whole trees."""
+    """Return whether a treedef contains named tuples, which optax makes for whole trees."""
     kind = state.node_data() and state.node_data()[0]
     is_record = hasattr(kind, "_fields") and kind is not optax.MaskedNode
     return is_record or any(map(_has_records, state.children()))
@@ -118,17 +120,17 @@ def _flat(tree: Tree) -> list[tuple[Any, Any]]:
 
 
 def has_state(optimizer: optax.GradientTransformation, params: Tree, kind: type) -> bool:
-    """Return whether a part of the optimizer's state is of this kind, such as ZeroNansState."""
+    """Return whether the optimizer's state contains this kind, such as ZeroNansState."""
     state = jax.eval_shape(optimizer.init, params)
     is_kind = lambda node: isinstance(node, kind)  # noqa: E731
     return any(map(is_kind, jax.tree.leaves(state, is_leaf=is_kind)))
 
 
 def update_formulas(optimizer: optax.GradientTransformation, params: Tree) -> list[Formula]:
-    """Return the formula of the update and state of each parameter; params: arrays or shapes.
+    """Return the formula of each parameter's update and state; params: arrays or shapes.
 
-    Mixing, a ConfigError, if one depends on other parameters, or on a random number.
-    `optax.apply_if_finite` counts as independent: see `OnAuthorsTree`.
+    Raises Mixing, a ConfigError, if one depends on other parameters or on random numbers. The check
+    of `optax.apply_if_finite` is no such dependency: see `LayerOptimizer`.
     """
     # 1. the program of an update
     update = optax.with_extra_args_support(optimizer).update
@@ -138,7 +140,7 @@ def update_formulas(optimizer: optax.GradientTransformation, params: Tree) -> li
     run = lambda g, s, p, norm: update(g, s, p, norm=norm)  # noqa: E731
     norm = jax.ShapeDtypeStruct((), jnp.float32)
     closed, out = jax.make_jaxpr(run, return_shape=True)(params, state, params, norm)
-    # 2. the formulas of its inputs
+    # 2. the formulas of the program's inputs
     paths = [names_of(path) for path, _ in _flat(params)]
     own = lambda kind, i: Formula(frozenset({i}), True, hash(kind))  # noqa: E731
     shared = lambda kind: Formula(frozenset(), True, hash(kind))  # noqa: E731
@@ -146,7 +148,7 @@ def update_formulas(optimizer: optax.GradientTransformation, params: Tree) -> li
     for _, owner, slot in places_in(state, params):
         given.append(shared(slot) if owner is None else own(slot, owner))
     given += [*(own("p", i) for i in range(len(paths))), shared("norm")]
-    # 3. the formulas of its outputs, and their owners
+    # 3. the formulas of the program's outputs, by owner
     sizes = [a.shape for a in jax.tree.leaves(params)]
     reader = _Reader(sizes, ignores_finite=has_state(optimizer, params, optax.ApplyIfFiniteState))
     found = reader.outputs(closed, given)
@@ -167,13 +169,16 @@ def update_formulas(optimizer: optax.GradientTransformation, params: Tree) -> li
 
 
 class _Reader:
-    """Reads formulas off a program. sizes: shapes of the parameters."""
+    """Computes the formulas of a program's values. sizes: shapes of the parameters.
+
+    ignores_finite: whether `is_finite` is no dependency.
+    """
 
     def __init__(self, sizes: Sequence[tuple[int, ...]], *, ignores_finite: bool):
         self.sizes, self.ignores_finite = sizes, ignores_finite
 
     def outputs(self, closed: Any, given: Sequence[Formula]) -> list[Formula]:
-        """Return the formulas of a program's outputs, from those of its inputs."""
+        """Return the formulas of a program's outputs; given: those of its inputs."""
         jaxpr, constants = closed.jaxpr, [*map(np.asarray, closed.consts)]
         env: dict[Any, Formula] = dict(zip(jaxpr.invars, given, strict=True))
         for v, a in zip(jaxpr.constvars, constants, strict=True):
@@ -193,7 +198,7 @@ class _Reader:
         return [read(v) for v in jaxpr.outvars]
 
     def _branches(self, eqn: Any, values: Sequence[Formula]) -> list[Formula]:
-        """Return the formulas of the outputs of a branch, each of all its branches."""
+        """Return the formulas of the outputs of a `cond`, each joined over all branches."""
         which, *operands = values
         branches = [self.outputs(each, operands) for each in eqn.params["branches"]]
         return [_joined("cond", (which, *each)) for each in zip(*branches, strict=True)]
@@ -218,22 +223,22 @@ class _Reader:
 
 
 def _joined(name: Any, values: Sequence[Formula]) -> Formula:
-    """Return the formula of an operation on values."""
+    """Return the formula of an operation: elementwise if all its values are."""
     owners = frozenset[int]().union(*(f.owners for f in values))
     text = hash((name, *(f.text for f in values)))
     return Formula(owners, all(f.is_elementwise for f in values), text)
 
 
 def check_separate(optimizer: optax.GradientTransformation, params: Tree) -> None:
-    """Raise Mixing if an update depends on another parameter, or on the same in another layer.
+    """Raise Mixing if an update depends on another parameter, or on its copy in another layer.
 
-    params: shapes {"embed_head", "layers"}, of one layer. Two layers are tried in place of one: a
-    tuple of both, or, where a mask is a tree, a tuple of both for each parameter.
+    params: shapes {"embed_head", "layers"} with one layer. The check puts two layers in place of
+    one: a tuple of two layers or, if that does not fit a mask, a tuple for each parameter.
     """
     pair = lambda a: (a, a)  # noqa: E731
     both = {**params, "layers": pair(params["layers"])}
     each = {**params, "layers": jax.tree.map(pair, params["layers"])}
-    for tree in (both, each):
+    for tree in (both, each):  # a tree that does not fit the optimizer is skipped
         try:
             update_formulas(optimizer, tree)
         except Mixing:

@@ -1,7 +1,7 @@
-"""Models and data sets of the user: functions named by dotted paths, and checks of their results.
+"""The user's models, data sets and optimizers: call functions by dotted path, check the results.
 
-Modules are looked for in the current directory first; those of ppctl's recipes
-(recipes.documents...) also next to these. Results are checked before anything is compiled.
+Modules are searched in the current directory first; modules of ppctl's recipes (recipes.documents
+...) are also found where ppctl is installed. Results are checked before any compilation.
 """
 
 import importlib
@@ -31,13 +31,13 @@ from ppctl.model.network import Network
 from ppctl.model.random_keys import without_key
 from ppctl.model.stack import Stack
 
-NUM_TRIED = 2  # examples of the batch that a model is tried on
+NUM_TRIED = 2  # examples in the batch that checks a model
 NEED_ALL = (
     Stack,
     DataSet,
     optax.GradientTransformation,
-)  # results of functions that must take every argument
-WORDS: dict[Any, str] = {Mapping: "a dict of arrays with inputs and targets"}  # by kind of result
+)  # result types whose functions must take every argument
+WORDS: dict[Any, str] = {Mapping: "a dict of arrays with inputs and targets"}  # names of types
 
 
 @written_as(as_setting)
@@ -55,21 +55,21 @@ def custom_stack(
 ) -> Stack:
     """Return the model of model.target(num_layers, dtype, data, **options), a network as a stack.
 
-    dtype, compute: of parameters, and of compute with them. device: a target device, passed if the
-    function has a `device` parameter. num_layers: None: not passed, the model says how many; with
-    layers=auto it is needed. ConfigError if the call fails, or its result takes no example
-    of `data`, or cannot be cut.
+    dtype: dtype of the parameters. compute: compute dtype. device: a target device, passed if the
+    function has a `device` parameter. num_layers: None: not passed, the model decides; required
+    with layers=auto. ConfigError if the call fails, or its result does not accept examples of
+    `data` or cannot be cut into layers.
     """
     # 1. the call
     key, auto = f"model.target={target}", layers == "auto"
     if num_layers is None and (auto or _needs(_function(key, target), "num_layers")):
         who = "model.layers=auto cuts a Network into" if auto else f"{key} takes"
-        raise ConfigError(f"{who} model.num_layers layers, which is not set. Use 8 or the like.")
+        raise ConfigError(f"{who} model.num_layers layers, but it is not set. Use 8 or the like.")
     given = {} if num_layers is None else {"num_layers": num_layers}
     given |= {"dtype": dtype, "data": data}
     stack = _call_target((Stack, Network), key, target, given, options, {"device": device})
-    # 2. a network is cut into layers
-    head = "head"  # the author's name of it
+    # 2. cut a network into layers
+    head = "head"  # the author's name of the loss function
     if isinstance(stack, Network):
         head = f"the Network's loss, {getattr(stack.loss, '__name__', 'which has no name')},"
         inputs = data.read(np.arange(NUM_TRIED))["inputs"]
@@ -77,13 +77,13 @@ def custom_stack(
         cut = partial(TracedNetwork, stack, num_layers, auto=auto, compute=compute or dtype, **how)
         stack = stack_of(call_user_code(key, "cutting it into layers", cut))
     elif auto:
-        why = f"{key} returns a Stack, which has its layers"
-        raise ConfigError(f"{why}: model.layers=auto is for a ppctl.Network.")
-    # 3. the layers fit
+        why = f"{key} returns a Stack, which already has layers"
+        raise ConfigError(f"{why}: model.layers=auto is for a ppctl.Network. Leave it out.")
+    # 3. check the number of layers and the functions
     if num_layers not in (None, stack.num_layers):
         raise ConfigError(
             f"{key} returns a Stack of {stack.num_layers} layers, but "
-            f"model.num_layers={num_layers}. Let num_layers say how many there are."
+            f"model.num_layers={num_layers}. Let it make num_layers layers."
         )
     _check_stack(key, stack, data.read(np.arange(NUM_TRIED)), head)
     return stack.with_options(mixes_examples=True) if mixes_examples else stack
@@ -94,8 +94,8 @@ def custom_data(
 ) -> DataSet:
     """Return the data set of data.target(batch_size, seed, eval_fraction, **options).
 
-    A function that returns arrays by name may take fewer arguments. ConfigError or DataError if the
-    call fails, or its result is no data set of such batches.
+    A function that returns a dict of arrays may omit some of these arguments. ConfigError or
+    DataError if the call fails, or its result is not a data set with such batches.
     """
     key = f"data.target={target}"
     given = {"batch_size": batch_size, "seed": seed, "eval_fraction": eval_fraction}
@@ -123,7 +123,7 @@ def custom_optimizer(
 ) -> optax.GradientTransformation:
     """Return optim.target(learning_rate=rates, **options).
 
-    ConfigError if the call fails, or its result is no transformation of optax's.
+    ConfigError if the call fails, or its result is not an optax.GradientTransformation.
     """
     given = {"learning_rate": rates}
     kinds = (optax.GradientTransformation,)
@@ -138,20 +138,21 @@ def _call_target(
     options: Mapping[str, Any],
     offered: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Return the result of a target; ConfigError unless it is of one of these kinds.
+    """Return the result of a target. ConfigError unless it is of one of these kinds.
 
-    The function gets the arguments of `given` that it names; others are an error if the result is
-    one of NEED_ALL. Of `offered` it gets those that it names, unless they are among the options.
+    The function gets those arguments of `given` and `offered` that are among its parameters, except
+    offered ones that the options set. If the result is one of NEED_ALL, the function must take all
+    arguments of `given`.
     """
     function, part = _function(key, target), key.partition(".")[0]
     # 1. the arguments
     both = sorted(given.keys() & options.keys())
     if both:
-        raise ConfigError(f"{part}.options.{both[0]} is given by ppctl itself. Leave it out.")
+        raise ConfigError(f"{part}.options.{both[0]} is set by ppctl. Leave it out.")
     try:
         parameters = inspect.signature(function).parameters
-    except ValueError as error:  # of some of Python's own functions
-        raise ConfigError(f"{key} does not say which arguments it takes. Wrap it.") from error
+    except ValueError as error:  # some built-in functions of Python
+        raise ConfigError(f"{key} has no signature. Use a function that calls it.") from error
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     arguments = {name: value for name, value in given.items() if takes_any or name in parameters}
     missing = [name for name in given if name not in arguments]
@@ -162,9 +163,8 @@ def _call_target(
         inspect.signature(function).bind(**arguments, **options)
     except TypeError as error:
         raise ConfigError(
-            f"{key} is called with {', '.join([*given, *options])}, which it does not take so: "
-            f"{error}. Let it take {', '.join(given)} by name; the rest is "
-            f"+{part}.options.NAME=VALUE."
+            f"{key} does not accept the arguments {', '.join([*given, *options])}: {error}. Let it "
+            f"take {', '.join(given)} by name; others are +{part}.options.NAME=VALUE."
         ) from error
     result = call_user_code(key, "calling it", lambda: function(**arguments, **options))
     # 3. the result
@@ -173,7 +173,7 @@ def _call_target(
         raise ConfigError(f"{key} returns {_kind(result)}, not {' or '.join(names)}.")
     if missing and isinstance(result, NEED_ALL):
         raise ConfigError(
-            f"{key} returns {_kind(result)}, and does not take {', '.join(missing)}, which would "
+            f"{key} returns {_kind(result)}, but does not take {', '.join(missing)}, which would "
             f"be ignored. Let it take {', '.join(given)} by name."
         )
     return result
@@ -192,9 +192,9 @@ def _function(key: str, target: str) -> Callable[..., Any]:
         sys.path.insert(0, here)
     try:
         module = _module(module_name)
-    except Exception as error:  # any error of the user's code
+    except Exception as error:  # any exception of the user's code
         if isinstance(error, ModuleNotFoundError) and _is_missing(module_name, error):
-            places = f"neither in {here} nor where Python looks for packages"
+            places = f"neither in {here} nor among the installed packages"
             raise ConfigError(f"{key}: there is no module {error.name}, {places}.") from error
         raise ConfigError(f"{key}: importing {module_name} fails: {_error_text(error)}") from error
     function = getattr(module, name, None)
@@ -206,7 +206,7 @@ def _function(key: str, target: str) -> Callable[..., Any]:
 
 
 def _module(name: str) -> ModuleType:
-    """Return the module of this name; if recipes.* are not found, the one that ppctl ships."""
+    """Return the module of this name; a missing recipes.* module comes from ppctl."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -222,12 +222,12 @@ def _module(name: str) -> ModuleType:
 
 
 def _is_missing(name: str, error: ModuleNotFoundError) -> bool:
-    """Return whether this module or a package around it is missing, and not one of its imports."""
+    """Return whether this module or its package is missing, rather than one of its imports."""
     return error.name is not None and (name + ".").startswith(error.name + ".")
 
 
 def call_user_code(key: str, what: str, call: Callable[[], Any]) -> Any:
-    """Return the result of `call`; ConfigError for any error of the user's code."""
+    """Return call(). ConfigError for any exception of the user's code; what: name of the call."""
     try:
         return call()
     except ConfigError as error:
@@ -237,7 +237,7 @@ def call_user_code(key: str, what: str, call: Callable[[], Any]) -> Any:
 
 
 def _error_text(error: Exception) -> str:
-    """Return an error with the line that raised it, if that is not JAX's or ppctl's."""
+    """Return an error as text, with the last line of the user's code in its traceback."""
     trace = traceback.extract_tb(error.__traceback__)
     places = ((line.filename, line.lineno) for line in trace)
     lines = [place for place in places if not (is_installed(place[0]) or "importlib" in place[0])]
@@ -253,7 +253,10 @@ def _kind(value: object) -> str:
 
 
 def _check_stack(key: str, stack: Stack, batch: Batch, head: str) -> None:
-    """Raise ConfigError if a stack's functions do not fit each other or the batch; head: a name."""
+    """Raise ConfigError if a stack's functions do not fit each other or the batch.
+
+    head: the name of the head in messages.
+    """
     shapes = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in batch.items()}
     random = jax.eval_shape(lambda: jax.random.key(0))
 
@@ -270,18 +273,18 @@ def _check_stack(key: str, stack: Stack, batch: Batch, head: str) -> None:
     for what, tree in (("init_embed_head", embed_head), ("init_layer", layer)):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
-                is_of = f"{what}{jax.tree_util.keystr(path)} is of {leaf.dtype}"
-                raise ConfigError(f"{key}: {is_of}, and parameters are trained: use dtype.")
+                is_of = f"{what}{jax.tree_util.keystr(path)} has dtype {leaf.dtype}"
+                raise ConfigError(f"{key}: {is_of}, but parameters must be floating. Use dtype.")
     # 2. embedding, layer and head
     x = shaped("embed", embed_head, shapes["inputs"])
     if not isinstance(x, jax.ShapeDtypeStruct) or x.shape[:1] != (NUM_TRIED,):
         raise ConfigError(
-            f"{key}: embed makes {_shape(x)} of {NUM_TRIED} examples; it must make one array "
-            "[examples, ...], which goes from stage to stage."
+            f"{key}: embed returns {_shape(x)} for {NUM_TRIED} examples; it must return one array "
+            "[examples, ...], the activation between stages."
         )
     y = shaped("layer", layer, x)
     if not isinstance(y, jax.ShapeDtypeStruct) or (y.shape, y.dtype) != (x.shape, x.dtype):
-        what = f"{key}: layer makes {_shape(y)} of {_shape(x)}"
+        what = f"{key}: layer returns {_shape(y)} for {_shape(x)}"
         raise ConfigError(f"{what}; it must keep shape and dtype.")
     losses = shaped("head", embed_head, y, shapes["targets"])
     is_pair = isinstance(losses, tuple) and len(losses) == 2
@@ -295,7 +298,7 @@ def _shape(tree: Any) -> str:
 
 
 def _check_reading(key: str, data: DataSet) -> None:
-    """Raise ConfigError unless examples are arrays that depend on their numbers only."""
+    """Raise ConfigError unless the data set reads arrays that depend only on example numbers."""
     both: Batch = call_user_code(key, "reading examples 0 and 1", lambda: data.read(np.arange(2)))
     if not isinstance(both, dict) or not both.keys() >= {"inputs", "targets"}:
         names = ", ".join(both) if isinstance(both, dict) else _kind(both)
@@ -311,6 +314,6 @@ def _check_reading(key: str, data: DataSet) -> None:
         is_floating = np.issubdtype(array.dtype, np.floating)
         if not np.array_equal(second[name][0], array[1], equal_nan=is_floating):
             raise ConfigError(
-                f"{key}: {name} of example 1 are others when it is read alone; an example must "
-                "depend on its number alone, or no run could be repeated or resumed."
+                f"{key}: {name} of example 1 differ when it is read by itself; an example must "
+                "depend only on its number, or runs could not be repeated or resumed."
             )

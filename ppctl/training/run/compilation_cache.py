@@ -1,4 +1,4 @@
-"""Compiled programs kept from start to start by JAX's cache: a step is compiled once a machine."""
+"""JAX's cache of compiled programs: each machine compiles a step once, not at every start."""
 
 import hashlib
 import os
@@ -14,16 +14,21 @@ import jax
 from ppctl.config.config_dirs import user_cache_dir
 from ppctl.errors import ConfigError
 
-MOST_BYTES = 2**31  # bytes of one machine's programs; the oldest go first
-WORTH_S = 0.05  # least seconds of compiling of a program that is kept
+MOST_BYTES = 2**31  # bytes of one machine's programs; the oldest are removed first
+WORTH_S = 0.05  # seconds of compiling; faster programs are not kept
 
 
 def keep_compiled(place: str | None) -> str | None:
-    """Let JAX keep compiled programs; return a note if it cannot.
+    """Set JAX's cache of compiled programs; return a note if its directory cannot be written.
 
-    place: run.compilation_cache; auto leaves JAX_COMPILATION_CACHE_DIR as it is. Programs are
-    machine code, so each machine has a directory. ConfigError if a requested directory cannot be
-    written.
+    Programs are machine code, so each kind of machine has a separate directory.
+
+    Args:
+        place: run.compilation_cache: a directory, auto (JAX_COMPILATION_CACHE_DIR if set, else the
+            user's cache directory), or None for no cache.
+
+    Raises:
+        ConfigError: A requested directory cannot be written.
     """
     jax.config.update("jax_enable_compilation_cache", place is not None)
     if place is None or (place == "auto" and "JAX_COMPILATION_CACHE_DIR" in os.environ):
@@ -39,7 +44,7 @@ def keep_compiled(place: str | None) -> str | None:
             remedy = "Use run.compilation_cache=null, or another directory."
             raise ConfigError(f"run.compilation_cache={place}: {problem}{remedy}") from error
         return f"{problem}Use run.compilation_cache=DIR, or null"
-    # two processes may write an entry at once; a reader of half of it compiles
+    # two processes may write an entry at once; a process that reads half of it compiles
     torn = "Error reading persistent compilation cache entry"
     warnings.filterwarnings("ignore", torn, UserWarning)
     jax.config.update("jax_compilation_cache_dir", str(directory))
@@ -48,7 +53,7 @@ def keep_compiled(place: str | None) -> str | None:
 
 
 def _machine() -> str:
-    """Return a name for processor and compiler: machines of one name run the same programs."""
+    """Return a name for processor and compiler: machines with equal names share programs."""
     text = f"{platform.system()} {platform.machine()} {platform.processor()} {version('jaxlib')}"
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -57,10 +62,10 @@ def _machine() -> str:
 
 
 def _drop_oldest(directory: Path) -> None:
-    """Remove the oldest entries above MOST_BYTES."""
+    """Remove the oldest entries, so that at most MOST_BYTES remain."""
     left, entries = MOST_BYTES, list[tuple[float, int, Path]]()
     for path in directory.iterdir():
-        with suppress(FileNotFoundError):  # another process tidies too
+        with suppress(FileNotFoundError):  # another process removes entries, too
             info = path.stat()
             entries.append((info.st_mtime, info.st_size, path))
     for _, size, path in sorted(entries, reverse=True):

@@ -1,7 +1,7 @@
-"""A command of the user's, called at each event of a run: run.on_event.
+"""run.on_event: a command of the user's, called at each event of a run.
 
-It gets one JSON document on its standard input. A thread of its own runs it, one event after the
-other: no step waits for it. A call that fails or takes too long is named once, and changes nothing.
+It reads one JSON document from standard input. A separate thread makes the calls one by one, so no
+step waits for them. The first call that fails or takes too long prints a note; training goes on.
 """
 
 import json
@@ -20,15 +20,15 @@ from ppctl.training.run.process_group import lost_contact
 
 NAMES = ("started", "saved", "evaluated", "skipped", "non_finite", "stalled", "lost")
 NAMES += ("finished", "stopped", "interrupted", "failed")
-CALL_S = 60.0  # of one call
-END_S = 30.0  # after the run, for the calls that are left
-LOST_S = 2 * POLL_S  # seconds in which the heartbeat may name the process that failed, and why
+CALL_S = 60.0  # seconds, after which a call is killed
+END_S = 30.0  # seconds after the run for the remaining calls
+LOST_S = 2 * POLL_S  # seconds for the heartbeat to name the failed process and its error
 
 
 class Events:
-    """The events of one run, a context manager: an exception that leaves it is an event too.
+    """The events of one run. A context manager: an exception of its body is an event, too.
 
-    command: run.on_event, split as by a shell; None: nothing is called. note: prints a line.
+    command: run.on_event, split as by a shell; None: no calls. note: prints a line.
     """
 
     def __init__(self, command: str | None, run_dir: Path, note: Callable[[str], None]):
@@ -57,7 +57,7 @@ class Events:
             self._waiting.put(None)
             self._thread.join(END_S)
             if self._thread.is_alive():
-                self._note(f"note      run.on_event: calls were left that took over {END_S:g} s")
+                self._note(f"note      run.on_event: calls left after {END_S:g} s were dropped")
 
     def tell(self, event: str, **facts: Any) -> None:
         """Call the command, without waiting, with {"event", "time", "run_dir", **facts}."""
@@ -75,20 +75,20 @@ class Events:
                 self._has_failed = True
                 self._note(
                     f"note      run.on_event at {document['event']}: {fault}. Training goes on; "
-                    "later failures are not named"
+                    "later failures are not printed"
                 )
 
     def _fault_of_call(self, document: dict[str, Any]) -> str | None:
-        """Return why a call failed, None if it did not."""
+        """Call the command; return the reason of a failure, or None."""
         how = {"text": True, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
         given = json.dumps(document) + "\n"
         try:
-            # in a session of its own: a Ctrl-C is for the run
+            # in a new session: a Ctrl-C must not reach the command
             done = subprocess.run(
                 self._words or [], input=given, timeout=CALL_S, start_new_session=True, **how
             )
         except subprocess.TimeoutExpired:
-            return f"not done after {CALL_S:g} s, and ended"
+            return f"not finished after {CALL_S:g} s, and killed"
         except OSError as error:
             return f"{error.strerror}: {error.filename}"
         if done.returncode == 0:

@@ -1,8 +1,8 @@
-"""Heartbeats of a run's processes, which name the one that is slow or has failed.
+"""Heartbeats of a run's processes: they identify a process that is slow or has failed.
 
-`<directory>/<process>.json` states the step of a process and since when. Process 0 reads all when
-its step makes no progress. A failing process leaves `failed.json`, and the others then leave too.
-The directory must be shared, as that of the checkpoints.
+`<directory>/<process>.json` holds a process's step, its activity and the start of that activity.
+Process 0 reads all heartbeats when its step makes no progress. A failing process writes
+`failed.json`; the others read it and exit. All processes must share the directory.
 """
 
 import json
@@ -18,7 +18,7 @@ from typing import Any
 from ppctl.errors import LostError
 from ppctl.reports.run_files import FAILED_FILE
 
-DOING = {  # in the order in which a step does them
+DOING = {  # activities, in the order of a step
     "compile": "compiling",
     "start": "waiting to start",
     "read": "reading the data of step {}",
@@ -30,9 +30,10 @@ POLL_S = 1.0
 
 
 class Heartbeat:
-    """The heartbeat of one process: it writes what the process does, and reads those of the others.
+    """The heartbeat of one process: writes its activity and reads the other processes' files.
 
-    Without a directory (a run of one process) nothing is written or read.
+    directory: None in a run of one process, which writes and reads no files. slow_after_s: seconds
+    without progress after which process 0 prints a line. say: prints a line.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Heartbeat:
         slow_after_s: float = 0.0,
         say: Callable[[str], None] = print,
     ):
-        self.tell: Callable[[str, str], None] = lambda event, reason: None  # of a run's events
+        self.tell: Callable[[str, str], None] = lambda event, reason: None  # reports an event
         self.directory, self.process = directory, process
         self.num_processes, self.say = num_processes, say
         self._slow_after_s = slow_after_s
@@ -55,31 +56,32 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._beat, daemon=True)
 
     def note(self, doing: str, step: int) -> None:
-        """Record that from now on this process is `doing` (a key of DOING) the step."""
+        """Record the start of an activity, a key of DOING, at a step."""
         self._now = {"step": step, "doing": doing, "since": time.time()}
         self._due_s = self._slow_after_s
 
     @property
     def text(self) -> str:
-        """This process's activity in words."""
+        """Return this process's activity in words."""
         return note_text(self._now)
 
     def start(self) -> None:
-        """Begin to write this heartbeat and to read the others."""
+        """Start writing this heartbeat and reading the others."""
         self._write()
         self._thread.start()
 
     def stop(self) -> None:
-        """End the heartbeat and remove its file."""
+        """Stop the heartbeat and remove its file."""
         if self.directory is not None:
             self._done.set()
             self._thread.join()
             self._file.unlink(missing_ok=True)
 
     def fail(self, message: str) -> bool:
-        """Record a failure, so that the others leave; return whether its message is the first.
+        """Record a failure, so that the other processes exit.
 
-        Process 0 runs the service that the others need, so it gives them time to leave.
+        Returns False if another process has already failed with the same message. Process 0 hosts
+        the service that the others need, so it gives them time to exit.
         """
         if self.directory is None or self._done.is_set():
             return True
@@ -98,7 +100,7 @@ class Heartbeat:
 
     @property
     def _file(self) -> Path:
-        assert self.directory is not None, "only then anything is written"
+        assert self.directory is not None, "a run of one process has no files"
         return self.directory / f"{self.process}.json"
 
     def _beat(self) -> None:
@@ -116,7 +118,7 @@ class Heartbeat:
         os.replace(temporary, self._file)
 
     def _leave_if_another_failed(self) -> None:
-        assert self.directory is not None, "only then others are read"
+        assert self.directory is not None, "a run of one process reads no others"
         failed = _read(self.directory / FAILED_FILE)
         if failed is None or failed["process"] == self.process:
             return
@@ -124,19 +126,19 @@ class Heartbeat:
             reason = f"process {failed['process']} has failed: {failed['message']}"
             self.tell("lost", reason)
             self.say(f"{reason.replace(' has failed:', ' has failed, and all others leave:')}")
-            time.sleep(3 * POLL_S)  # the others need this process while they leave
+            time.sleep(3 * POLL_S)  # the others need this process until they have exited
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):
                 stream.flush()
-        os._exit(LostError.exit_code)  # nothing interrupts a main thread that is in a collective
+        os._exit(LostError.exit_code)  # a main thread in a collective cannot be interrupted
 
     def _late_line(self) -> str | None:
-        """Return a line if this process's step makes no progress; again after twice the time."""
+        """Return a line if this process makes no progress, then again at double intervals."""
         now, note = time.time(), self._now
         if now - note["since"] < self._due_s:
             return None
         self._due_s *= 2
-        assert self.directory is not None, "only then others are read"
+        assert self.directory is not None, "a run of one process reads no others"
         notes = {p: _read(self.directory / f"{p}.json") for p in range(self.num_processes)}
         notes[self.process] = note | {"at": now}
         return late_text(notes, now, silent_after_s=self._slow_after_s / 2 + 2 * POLL_S)
@@ -145,7 +147,10 @@ class Heartbeat:
 def late_text(
     notes: dict[int, dict[str, Any] | None], now: float, *, silent_after_s: float
 ) -> str | None:
-    """Return a line about the processes that the others wait for; None while all compile.
+    """Return a line naming the processes that the others wait for; None while all compile.
+
+    notes: the last heartbeat of each process; None: none yet. now: seconds since 1970.
+    silent_after_s: seconds without a heartbeat after which a process counts as silent.
 
     >>> notes = {0: {"step": 8, "doing": "run", "since": 1.0, "at": 70.0}}
     >>> notes[1] = {"step": 8, "doing": "read", "since": 9.0, "at": 69.0}
@@ -153,7 +158,7 @@ def late_text(
     'process 1 is slow: reading the data of step 8 for 61 s; 1 of 2 processes wait.'
     """
 
-    # 1. the processes that are last; among them, those without a sign of life
+    # 1. the processes furthest behind; among equal ones, the silent ones
     places = {}
     for process, note in notes.items():
         is_alive = note is not None and now - note["at"] <= silent_after_s
@@ -161,9 +166,9 @@ def late_text(
         places[process] = (step, list(DOING).index(doing), is_alive)
     least = min(places.values())
     behind = [process for process in notes if places[process] == least]
-    # 2. what they do, and how many wait for them
+    # 2. their activity, and the number of processes that wait
     note = notes[behind[0]]
-    doing = "nothing yet" if note is None else f"{note_text(note)} for {now - note['since']:.0f} s"
+    doing = "no heartbeat" if note is None else f"{note_text(note)} for {now - note['since']:.0f} s"
     if note is not None and not least[2]:
         doing += f", without a sign of life for {now - note['at']:.0f} s"
     if len(behind) == len(notes):
@@ -176,7 +181,7 @@ def late_text(
 
 
 def note_text(note: dict[str, Any]) -> str:
-    """Return a note in words.
+    """Return the activity of a heartbeat in words.
 
     >>> note_text({"step": 8, "doing": "save"})
     'saving step 8'
@@ -187,5 +192,5 @@ def note_text(note: dict[str, Any]) -> str:
 def _read(path: Path) -> dict[str, Any] | None:
     try:
         return json.loads(path.read_text())
-    except (OSError, ValueError):  # missing, or half written where a rename is not atomic
+    except (OSError, ValueError):  # missing, or half written: a rename may not be atomic
         return None

@@ -1,4 +1,4 @@
-"""A run's copy of its tokenizer and of the tokens that end texts: the original may change."""
+"""A run's copy of its tokenizer and end-of-text tokens: the original files may change."""
 
 import json
 from collections.abc import Mapping
@@ -13,22 +13,22 @@ from ppctl.data.tokenizer import BYTES, FILE, SETTINGS, json_object
 from ppctl.errors import ConfigError, DataError
 from ppctl.training.run.saved_run import load_run
 
-SOURCE = "source"  # folder of a run directory with the files that an export copies
-POSITIONS = "max_position_embeddings"  # key of config.json: tokens of a sequence at most
+SOURCE = "source"  # folder of a run directory; an export copies its files
+POSITIONS = "max_position_embeddings"  # key of config.json: largest number of tokens
 MODEL_CONFIG, GENERATION = "config.json", "generation_config.json"
-OF_A_FILE = (SETTINGS, TEMPLATE, "special_tokens_map.json")  # settings next to a tokenizer.json
+OF_A_FILE = (SETTINGS, TEMPLATE, "special_tokens_map.json")  # files next to a tokenizer.json
 OLDER_FILES = ("tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
 TOKENIZER_FILES = (FILE, *OF_A_FILE, *OLDER_FILES)
 
 
 def kept_tokenizer(run_dir: Path) -> Path | None:
-    """Return the folder of a run's own tokenizer, None where it has none."""
+    """Return the folder of the tokenizer in a run directory, or None."""
     folders = run_dir, run_dir / SOURCE
     return next((folder for folder in folders if (folder / FILE).is_file()), None)
 
 
 def tokenizer_name(run_dir: Path, data: AnyData) -> str | None:
-    """Return the folder of a run's tokenizer, else the one of its data; None if unknown."""
+    """Return the folder of a run's copy, else the tokenizer of its data; None if unknown."""
     kept, name = kept_tokenizer(run_dir), getattr(data, "tokenizer", None)
     if kept is not None:
         return str(kept)
@@ -36,13 +36,13 @@ def tokenizer_name(run_dir: Path, data: AnyData) -> str | None:
 
 
 def with_start_tokenizer(start_from: str, data: AnyData) -> AnyData:
-    """Return data with the tokenizer of run.start_from, unless data.tokenizer names one.
+    """Return data with the tokenizer of run.start_from, unless data.tokenizer is set.
 
-    ConfigError for text where the tokenizer of that run is unknown.
+    ConfigError if data are text and the tokenizer of run.start_from is unknown.
     """
     start = Path(start_from)
     is_open = isinstance(data, Stdlib | Tokens) and data.tokenizer is None
-    if not is_open or not (start / "config.yaml").is_file():  # not a run: refused where it is read
+    if not is_open or not (start / "config.yaml").is_file():  # load_run raises without this file
         return data
     name = tokenizer_name(start, load_run(start).config.data)
     if name is None and isinstance(data, Stdlib):
@@ -54,7 +54,7 @@ def with_start_tokenizer(start_from: str, data: AnyData) -> AnyData:
 
 
 def imported_source(run_dir: Path, start_from: str | None) -> Path | None:
-    """Return the folder of files kept by an import: this run's, or that of run.start_from."""
+    """Return the folder of imported files of this run, else of run.start_from; else None."""
     for folder in (run_dir, *(() if start_from is None else (Path(start_from),))):
         if (folder / SOURCE / MODEL_CONFIG).is_file():
             return folder / SOURCE
@@ -62,7 +62,7 @@ def imported_source(run_dir: Path, start_from: str | None) -> Path | None:
 
 
 def changed_tokenizer(run_dir: Path, data: AnyData) -> str | None:
-    """Return how data.tokenizer differs from a run's copy; None if equal or either is unknown."""
+    """Describe how data.tokenizer differs from a run's copy; None if equal or either is unknown."""
     folder, files = run_dir / SOURCE, _files(data)
     if not (folder / FILE).is_file() or not (files or isinstance(data, Stdlib)):
         return None
@@ -71,18 +71,19 @@ def changed_tokenizer(run_dir: Path, data: AnyData) -> str | None:
     if files and not changed:
         return None
     request = f"data.tokenizer={getattr(data, 'tokenizer', None) or BYTES}"
-    return f"{request} is not what {folder} keeps: {', '.join(changed or [FILE])}"
+    return f"{request} differs from the copy in {folder}: {', '.join(changed or [FILE])}"
 
 
 def configured_ends(run_dir: Path) -> tuple[int, ...]:
-    """Return the tokens that end a text by the files of a run's model: its eos_token_id.
+    """Return the token ids that end a text: eos_token_id in the files of a run's model.
 
-    generation_config.json comes first, as in `transformers`. DataError if a file cannot be read.
+    generation_config.json precedes config.json, as in `transformers`. DataError if a file cannot be
+    read.
     """
     for file in (run_dir / SOURCE / GENERATION, run_dir / SOURCE / MODEL_CONFIG):
         ends = ends_of(json_object(file))
         if ends is None:
-            what = f"{file}: eos_token_id is no token id and no list of them"
+            what = f"{file}: eos_token_id is neither a token id nor a list of token ids"
             raise DataError(f"{what}. Correct it, or remove it.")
         if ends:
             return ends
@@ -90,7 +91,7 @@ def configured_ends(run_dir: Path) -> tuple[int, ...]:
 
 
 def ends_of(model_config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return the token ids that end a text by config.json; None for values that are none.
+    """Return the eos_token_id of a config.json as token ids; None if the value is invalid.
 
     >>> ends_of({"eos_token_id": [1, 106]}), ends_of({"eos_token_id": 2}), ends_of({})
     ((1, 106), (2,), ())
@@ -101,7 +102,7 @@ def ends_of(model_config: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 def keep_tokenizer(run: Run, data: AnyData) -> None:
-    """Write the files of data.tokenizer, or those of run.start_from, into the run."""
+    """Copy the files of data.tokenizer, else those of run.start_from, into the run directory."""
     folder = Path(run.dir) / SOURCE
     files = {name: file.read_bytes() for name, file in _files(data).items()}
     start = None if run.start_from is None else Path(run.start_from)
@@ -117,7 +118,7 @@ def keep_tokenizer(run: Run, data: AnyData) -> None:
 
 
 def _generation_config(run_dir: Path) -> dict[str, bytes]:
-    """Return the generation config of a run's model; without one, that of its config.json."""
+    """Return a run's generation_config.json, else one made of the eos_token_id in config.json."""
     file, ends = run_dir / SOURCE / GENERATION, configured_ends(run_dir)
     if file.is_file():
         return {GENERATION: file.read_bytes()}
@@ -125,7 +126,7 @@ def _generation_config(run_dir: Path) -> dict[str, bytes]:
 
 
 def _files(data: AnyData) -> Mapping[str, Path]:
-    """Return the files of data.tokenizer by their names in a directory; {} for bytes."""
+    """Return the files of data.tokenizer by name; {} for bytes or no tokenizer."""
     name = getattr(data, "tokenizer", None)
     if name in (None, BYTES):
         return {}

@@ -48,20 +48,20 @@ from ppctl.training.run.run_lines import StepPrediction
 from ppctl.training.run.step_clock import StepClock
 
 Tree = Any
-MOST_TIMES = 1000  # step times kept for their median
-WARM_UP_STEPS = 2  # of each start: slow, because of first allocations and caches
+MOST_TIMES = 1000  # newest step times, for their median
+WARM_UP_STEPS = 2  # steps slowed by first allocations and caches, at each start
 
 
-STOP = 0  # in place of a signal: a request by `ppctl stop`
+STOP = 0  # the signal number of a request by `ppctl stop`
 
 
 class Dispatched(NamedTuple):
     """A step in flight."""
 
-    finished: int  # steps, this one included
-    numbers: Tree
-    dispatched_s: float  # of time.perf_counter
-    done: Future[float]
+    finished: int  # number of steps, this one included
+    numbers: Tree  # loss, grad_norm, lr, ... on the devices
+    dispatched_s: float  # seconds of time.perf_counter
+    done: Future[float]  # seconds of time.perf_counter at the step's end
 
 
 def metadata(job: TrainingJob, finished: int) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def metadata(job: TrainingJob, finished: int) -> dict[str, Any]:
 def _read_ahead(
     batches: Iterator[Tree],
 ) -> tuple[Tree, PpctlError | None, Callable[[], list[bool]]]:
-    """Return the next batch, or the error of reading it, and what waits for who failed."""
+    """Return (next batch or None, error or None, function that waits for all failure flags)."""
     batch, found = None, None
     try:
         batch = next(batches)
@@ -84,10 +84,10 @@ def _read_ahead(
 
 @dataclass
 class Loop:
-    """The training loop. A step's numbers are read one step later: devices never wait for them."""
+    """The training loop. It reads a step's numbers one step later, so devices never wait for it."""
 
     job: TrainingJob
-    footprint: Footprint  # of the compiled step
+    footprint: Footprint  # memory and text of the compiled step
     compile_time_s: float
     checkpoints: Checkpoints
     metrics: Metrics
@@ -97,17 +97,19 @@ class Loop:
     events: Events
     step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_TIMES))
     last: dict[str, Any] = field(default_factory=dict)  # the newest record
-    _num_in_row: int = 0  # steps that were skipped, one after the other
-    _is_empty_noted: bool = False  # whether a batch without losses was noted
-    _unread: Dispatched | None = None
+    _num_in_row: int = 0  # consecutive skipped steps
+    _is_empty_noted: bool = False  # True after the note on a batch without losses
+    _unread: Dispatched | None = None  # the step in flight
 
     def run(
         self, state: Tree, start: int, stop_requested: Callable[[int], int | None]
     ) -> int | None:
-        """Train from step `start`, save the last one, and return what ended the run before its end.
+        """Train from step `start` and save the last step; return the signal that stopped the run.
 
-        stop_requested(finished): the signal that requests the run to end after this step, STOP of
-        `ppctl stop`, or None.
+        Returns None if the run has reached run.num_steps.
+
+        stop_requested: takes the number of finished steps; returns the signal that requests an end
+        after this step, STOP for `ppctl stop`, or None.
         """
         config, engine = self.job.config.run, self.job.pipe.engine
         save_every, eval_every = config.checkpoint.every, config.eval_every
@@ -124,27 +126,28 @@ class Loop:
                 finished = step + 1
                 with self._saved_first(state, step, is_new=step > start):
                     if step in profile.steps[:1]:
-                        self._read()  # no step before the window in its trace
+                        self._read()  # waits for the previous step, which the trace must not show
                         profile.begin()
                     self.heartbeat.note("read", finished)
                     batch = engine.batches.put(next(batches))
                 self.heartbeat.note("run", finished)
                 state, now, timeline = self._train_step(state, batch, step, step == measured)
-                # 2. look after the save under way, the trace and evaluations
+                # 2. check the save under way; log, trace and evaluate
                 with self._saving(finished):
                     self.checkpoints.poll()
                 with self._saved_first(state, finished):
                     self._read()
                     self._unread = now
                     if timeline is not None and distributed.is_lead():
-                        self._read()  # writing the timeline is no part of the step
+                        self._read()  # waits for the step: its time must not include the writing
                         self._show_timeline(timeline)
                     if profile.is_open and finished == profile.steps.stop:
                         self._end_profile(profile, finished)
                     if eval_every is not None and finished % eval_every == 0:
                         self._evaluate(state, finished)
                 # 3. save, and stop
-                stop_signal = stop_requested(finished)  # once: a later signal finds nothing saved
+                # called once: a signal between two calls would stop the run unsaved
+                stop_signal = stop_requested(finished)
                 is_last = stop_signal is not None or finished == config.num_steps
                 if is_last or (save_every is not None and finished % save_every == 0):
                     self._save(state, finished, is_last=is_last, stop_signal=stop_signal)
@@ -156,7 +159,7 @@ class Loop:
     def _batches(self, start: int) -> Iterator[Tree]:
         """Yield this process's examples of each step's batch, read one step ahead.
 
-        Where one process cannot read a batch, all raise when its step would begin.
+        If one process cannot read a batch, all processes raise before that step.
         """
         batches = self.job.data.batches(start, self.job.pipe.engine.batches.examples)
         ahead = _read_ahead(batches)
@@ -170,12 +173,12 @@ class Loop:
     def _train_step(
         self, state: Tree, batch: Tree, step: int, is_measured: bool
     ) -> tuple[Tree, Dispatched, Timeline | None]:
-        """Dispatch a step; return (state, the step, its timeline). A measured step runs alone."""
+        """Dispatch a step; return (state, step, timeline). Waits for the end of a measured step."""
         pipe, engine = self.job.pipe, self.job.pipe.engine
         dispatched_s, measured = time.perf_counter(), None
         if is_measured:
             self._read()
-            timed: Any = engine  # config.check lets only one whose tasks are programs be measured
+            timed: Any = engine  # Mpmd: config.check refuses run.timeline for other engines
             state, numbers, measured = profiler.timed_step(timed, pipe.schedule, state, batch)
         else:
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
@@ -209,17 +212,17 @@ class Loop:
         if loss == grad_norm == 0 and not self._is_empty_noted:
             self._is_empty_noted = True
             self.metrics.note(
-                f"note: step {finished} has loss 0 and gradient 0: nothing is to be predicted in "
-                "its batch (prompts and padding alone), and only the optimizer's momentum and "
-                "decay change the parameters."
+                f"note: step {finished} has loss 0 and gradient 0: its batch has no tokens to "
+                "predict (only prompts and padding), so only the optimizer's momentum and decay "
+                "change the parameters."
             )
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            # neither depends on the learning rate of this step: the state before it is lost too
+            # both come from the state before this step's update, so that state is bad, too
             what = f"loss={loss}, grad_norm={grad_norm}"
             raise self._non_finite(finished, what, newest_good=finished - 2)
 
     def _skip(self, finished: int) -> None:
-        """Record a step that changed nothing. NonFiniteError after run.max_skipped in a row."""
+        """Record a step without an update. SkippedError after run.max_skipped steps in a row."""
         run = self.job.config.run
         with writing(Path(run.dir)):
             examples = self.job.data.examples_of(finished - 1)
@@ -229,12 +232,12 @@ class Loop:
         if self._num_in_row >= run.max_skipped:
             raise SkippedError(
                 f"step {finished}: {self._num_in_row} steps in a row have gradients that are not "
-                f"finite (run.max_skipped={run.max_skipped}); {SKIPPED} in {run.dir} has their "
-                "examples. Look at these, or try a smaller optim.lr."
+                f"finite (run.max_skipped={run.max_skipped}); {SKIPPED} in {run.dir} lists their "
+                "examples. Try a smaller optim.lr, or look at these examples."
             )
 
     def _non_finite(self, finished: int, what: str, *, newest_good: int) -> NonFiniteError:
-        """Return the error for step `finished`, with the checkpoint to go back to."""
+        """Return the error of step `finished`; it names the newest good checkpoint."""
         with suppress(SaveError):
             self.checkpoints.wait()
         steps, optim = self.checkpoints.steps(), self.job.config.optim
@@ -268,7 +271,7 @@ class Loop:
 
     @cached_property
     def _work(self) -> tuple[str, int, ModelFlops, float | None]:
-        """Unit of speed, units and FLOPs of a step; peak FLOP/s of all devices."""
+        """Return (unit of speed, units of a step, FLOPs of a step, peak FLOP/s of all devices)."""
         pipe, config = self.job.pipe, self.job.config
         unit, count = unit_of_work(self.job)
         device = pipe.mesh.devices.flat[0]
@@ -288,7 +291,7 @@ class Loop:
         self.events.tell("evaluated", step=finished, **record)
 
     def _save(self, state: Tree, finished: int, *, is_last: bool, stop_signal: int | None) -> None:
-        """Save the state if it is all finite, which a finite loss does not prove."""
+        """Save the state. NonFiniteError if any number in it is not finite, whatever the loss."""
         self._read()
         is_saved = self.job.config.run.checkpoint.enabled
         if stop_signal is not None:
@@ -302,7 +305,7 @@ class Loop:
             return
         self.heartbeat.note("save", finished)
         with self._saving(finished):
-            self.checkpoints.wait()  # for the save before
+            self.checkpoints.wait()  # until the previous save has finished
         with self._saving(finished, is_last=is_last):
             state = self.job.pipe.engine.to_natural(state)
             if not self.checkpoints.save(finished, state, metadata(self.job, finished)):
@@ -313,9 +316,9 @@ class Loop:
 
     @contextmanager
     def _saved_first(self, state: Tree, finished: int, *, is_new: bool = True) -> Iterator[None]:
-        """Save the state, if it is new, before an error of the body ends training.
+        """Save a new state before an error of the body ends training.
 
-        Not where it is an error of one process of several: the others go on.
+        An error of only one of several processes saves nothing, because a save needs all of them.
         """
         try:
             yield
@@ -334,7 +337,7 @@ class Loop:
 
     @contextmanager
     def _saving(self, finished: int, *, is_last: bool = False) -> Iterator[None]:
-        """End training if the body fails to save, or print that (run.checkpoint.on_failure)."""
+        """Raise, or print and go on, if the body fails to save (run.checkpoint.on_failure)."""
         try:
             yield
         except SaveError as error:
@@ -362,7 +365,7 @@ class Loop:
             self.metrics.note(f"note      {shared}")
 
     def _end_profile(self, profile: ProfileWindow, finished: int) -> None:
-        """Write the trace, if one runs, and its tasks; print where, or why there is no trace."""
+        """Write the open trace and its tasks; print their place, or why no step was traced."""
         steps, pipe, tasks = profile.steps, self.job.pipe, ""
         if not profile.is_open:
             if finished <= steps.start:

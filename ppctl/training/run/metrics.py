@@ -18,19 +18,29 @@ from ppctl.training.run.run_environment import writing
 from ppctl.training.run.trackers import BackgroundTracker, RunFacts
 
 FILES = ("metrics.jsonl", "eval.jsonl")
-SKIPPED = "skipped.jsonl"  # the steps that changed nothing, with the numbers of their examples
-Record = Mapping[str, Any]  # numbers, lists of those of layers, or None
+SKIPPED = "skipped.jsonl"  # steps without an update, with the numbers of their examples
+Record = Mapping[str, Any]  # a number, a list of numbers by layer, or None, by name
 
 
 class Metrics:
-    """The records of one run, a context manager.
+    """The records of one run. A context manager.
 
-    run_dir holds `metrics.jsonl` (one object a training step) and `eval.jsonl` (one object an
-    evaluation); None records nothing, as all processes but 0. Lines of steps after start_step, and
-    half lines left by a kill, are dropped, so that a resumed run has each step exactly once.
+    Writes one JSON object a training step to `metrics.jsonl` and one an evaluation to `eval.jsonl`.
+    Numbers that are not finite become null; values of None are left out. When `log` returns, the
+    line survives a kill of the process. At a start, lines of steps after start_step and lines torn
+    by a kill are dropped, so a resumed run has each step exactly once.
 
-    A line survives a kill of the process when `log` returns. Numbers that are not finite are
-    written as null, values of None are left out. ConfigError if run_dir cannot be written.
+    Args:
+        run_dir: Directory of the files; None (all processes but 0) records nothing.
+        num_steps: Number of steps of the whole run.
+        start_step: Number of steps finished before this start.
+        log_every: Steps between lines on the terminal.
+        trackers: Names of TRACKERS.
+        name: Name of the run at trackers.
+        settings: Settings of the run for trackers.
+
+    Raises:
+        ConfigError: run_dir cannot be written.
     """
 
     def __init__(
@@ -45,13 +55,13 @@ class Metrics:
         settings: Mapping[str, Any] | None = None,
         console: Console | None = None,
     ):
-        self.is_finished = False  # whether the run reached its last step
+        self.is_finished = False  # True once the run has reached its last step
         self._num_steps, self._first_step, self._log_every = num_steps, start_step + 1, log_every
         self._console = console or OutputConsole()
-        self._unshown: list[Record] = []  # the steps since the last line
+        self._unshown: list[Record] = []  # the steps since the last line on the terminal
         self._files: tuple[FileIO, ...] = ()
-        self._bar: Progress | None = None  # on a terminal, below the lines
-        self.num_skipped = 0  # steps that changed nothing, of all starts
+        self._bar: Progress | None = None  # progress bar below the lines, on a terminal
+        self.num_skipped = 0  # steps without an update, over all starts
         self._trackers: list[BackgroundTracker] = []
         if run_dir is not None:
             with writing(run_dir := Path(run_dir)):
@@ -83,8 +93,8 @@ class Metrics:
     def log(self, record: Record, attached: Sequence[str] = ()) -> None:
         """Write and show one training step. `record["step"]` counts finished steps, from 1.
 
-        A line shows the mean time of the steps since the line before. attached: the names of losses
-        that layers attach, shown after the loss.
+        A line shows the mean time of the steps since the previous line. attached: names of the
+        losses that layers attach, shown after the loss.
         """
         if not self._files:
             return
@@ -99,7 +109,7 @@ class Metrics:
             self._unshown.clear()
 
     def log_skipped(self, record: Record, examples: Sequence[int]) -> None:
-        """Write and show a step that changed nothing; it is in no mean of steps."""
+        """Write and show a step without an update. Means over steps leave it out."""
         step = int(record["step"] or 0)
         self.num_skipped += 1
         if not self._files:
@@ -149,7 +159,7 @@ def _continue_file(path: Path, last_step: int) -> FileIO:
 
 
 def _is_kept(line: bytes, last_step: int) -> bool:
-    """Return whether a line is a whole record of a step up to `last_step`.
+    """Return whether a line is a complete record of a step <= last_step.
 
     >>> [_is_kept(line, 2) for line in (b'{"step": 2}\\n', b'{"step": 3}\\n', b'{"step": 1')]
     [True, False, False]
@@ -168,14 +178,14 @@ def _line(record: Record) -> bytes:
 
 
 def _finite(value: Any) -> Any:
-    """Return a number, or numbers of layers, with None for those that are not finite."""
+    """Return a number or a list of numbers, with None in place of non-finite numbers."""
     if isinstance(value, list):
         return [_finite(each) for each in value]
     return value if value is not None and math.isfinite(value) else None
 
 
 def _train_tag(key: str) -> str:
-    """Return TensorBoard's tag of a key: experts, speeds and times, and the rest in groups.
+    """Return TensorBoard's tag of a key: in the group experts, speed or train.
 
     >>> _train_tag("loss"), _train_tag("tokens_per_s"), _train_tag("expert_load")
     ('train/loss', 'speed/tokens_per_s', 'experts/load')
@@ -185,7 +195,7 @@ def _train_tag(key: str) -> str:
     return f"speed/{key}" if key.endswith("_s") or key.startswith("mfu") else f"train/{key}"
 
 
-# The text of each value of a record on the terminal, in this order.
+# The text of each value of a record on the terminal, in the order of the line.
 _SHOWN = {
     "loss": lambda value: f"loss {decimal_text(value)}",
     "eval_loss": lambda value: f"eval_loss {decimal_text(value)}",
@@ -224,7 +234,7 @@ def _shown(record: Record, attached: Sequence[str] = ()) -> str:
 
 
 def _mean(records: Sequence[Record]) -> Record:
-    """Return the last record at the mean seconds of the steps, and the speeds at these.
+    """Return the last record, with the mean step time and the harmonic mean speeds of all.
 
     >>> _mean([{"rows_per_s": 30, "step_time_s": 2.0}, {"rows_per_s": 60, "step_time_s": 1.0}])
     {'rows_per_s': 40.0, 'step_time_s': 1.5}

@@ -1,7 +1,7 @@
-"""The process group of one training run: equal settings, and no process that hangs.
+"""The process group of one training run: settings are equal, and no process hangs.
 
-A failing process prints its number, and the others leave too. A killed or lost one is named by
-JAX's coordination service after run.heartbeat_s.
+If a process fails, it prints an error with its number, and the others exit, too. If it is killed or
+lost, JAX's coordination service reports it after run.heartbeat_s.
 """
 
 import json
@@ -38,7 +38,7 @@ from ppctl.training.run.run_environment import writing
 
 # settings that may differ between processes
 LOCAL = ("run.process_id", "run.coordinator", "run.compilation_cache", "data.cache_dir")
-# texts of errors of collectives, and of the service, after the other side has gone
+# error texts of collectives and of the service after another process has gone
 LOST_CONTACT = re.compile(
     r"gloo|nccl|connection (reset|closed|refused)|socket closed|broken pipe|heartbeat|coordination"
     r"|another task|barrier|UNAVAILABLE|DEADLINE_EXCEEDED",
@@ -50,14 +50,14 @@ LOST_CONTACT = re.compile(
 def process_group(run: Run, mesh: MeshSettings, settings: Mapping[str, Any]) -> Iterator[Heartbeat]:
     """Join the process group of a run, after JAX's start, and yield this process's heartbeat.
 
-    All settings, as recorded, and versions are compared first: AgreedError on process 0,
-    ElsewhereError on the others where they differ. An error of the body gets the process's number,
-    and lets the others leave.
+    First compares all recorded settings and versions. If they differ, process 0 raises AgreedError
+    and the others ElsewhereError. An error of the body gets the process's number, and makes the
+    other processes exit.
     """
     if run.distributed == "off":
         yield Heartbeat()
         return
-    all_devices()  # a ConfigError without devices
+    all_devices()  # raises ConfigError without devices
     process, count = jax.process_index(), jax.process_count()
     heartbeat = Heartbeat(process=process)
     try:
@@ -75,20 +75,20 @@ def process_group(run: Run, mesh: MeshSettings, settings: Mapping[str, Any]) -> 
         heartbeat = Heartbeat(_shared_directory(Path(run.dir)), say=_say, **how)
         heartbeat.start()
         yield heartbeat
-        distributed.gather("")  # until all are done
+        distributed.gather("")  # waits until all are done
         heartbeat.stop()
         distributed.gather("")
     # 2. errors that all processes raise at the same point
     except (AgreedError, ElsewhereError, CheckpointError) as error:
         heartbeat.stop()
-        distributed.leave()  # waits for all: none must lose contact before it has printed why
+        distributed.leave()  # waits for all: a lost contact would hide the reason
         _clear(heartbeat)
         if process == 0 or not isinstance(error, CheckpointError):
             raise
         elsewhere = ElsewhereError()
         elsewhere.exit_code = error.exit_code
         raise elsewhere from error
-    # 3. errors of this process
+    # 3. errors of only this process
     except Exception as error:
         raise _with_process_number(error, run, heartbeat) from error
     distributed.leave()
@@ -105,7 +105,10 @@ def _say(text: str) -> None:
 
 
 def compare(facts: Mapping[str, Any]) -> None:
-    """Raise AgreedError on process 0 and ElsewhereError on others where their facts differ."""
+    """Compare the facts of all processes; if they differ, raise an error in each.
+
+    AgreedError on process 0, which prints it, and ElsewhereError on the others.
+    """
     if not distributed.is_joined():
         return
     first, *others = (json.loads(text) for text in distributed.gather(json.dumps(dict(facts))))
@@ -121,9 +124,9 @@ def compare(facts: Mapping[str, Any]) -> None:
 
 
 def raise_together(error: PpctlError | None, failed: Sequence[bool]) -> None:
-    """Raise the error of the first process that failed, if any; the others raise ElsewhereError.
+    """Raise the error of the first failed process, if any; other processes raise ElsewhereError.
 
-    failed: by process. error: of this process, if it failed.
+    error: this process's error, or None. failed: a flag for each process.
     """
     if not any(failed):
         return
@@ -138,12 +141,12 @@ def raise_together(error: PpctlError | None, failed: Sequence[bool]) -> None:
 
 
 def _of_all(message: str) -> PpctlError:
-    """Return an error that all processes raise alike: process 0 prints it, the others leave."""
+    """Return an error for all processes to raise: process 0 prints it, the others exit silently."""
     return AgreedError(message) if distributed.is_lead() else ElsewhereError()
 
 
 def _shared_directory(run_dir: Path) -> Path:
-    """Return `processes` below run.dir, empty. ConfigError if not all processes share it."""
+    """Create and return an empty run.dir/processes. PpctlError if not all processes share it."""
     directory = run_dir / "processes"
     problem, token = "", uuid.uuid4().hex
     if distributed.is_lead():
@@ -170,17 +173,17 @@ def _shared_directory(run_dir: Path) -> Path:
 
 
 def _with_process_number(error: Exception, run: Run, heartbeat: Heartbeat) -> Exception:
-    """Return the error with the process's number, after the heartbeat has let the others know."""
+    """Record the error for the other processes; return it with this process's number."""
     if (reason := lost_contact(error)) is not None:
         what = f"lost contact with another process while {heartbeat.text} ({reason})"
         xla_stderr.tell_lost(what)
-        time.sleep(run.heartbeat_s + 5)  # by then the service may end this process
+        time.sleep(run.heartbeat_s + 5)  # the service may end this process first, with a reason
         return LostError(f"process {heartbeat.process}: {what}.")
     if not isinstance(error, PpctlError):
         text = f"{type(error).__name__}: {one_line(error)}"
         heartbeat.fail(text)
         return RuntimeError(f"process {heartbeat.process}: {text}")
-    # an error of all processes, such as non-finite numbers, is printed once
+    # an error that all processes raise, such as non-finite numbers, is printed once
     is_printed = heartbeat.fail(one_line(error)) or heartbeat.process == 0
     text = f"process {heartbeat.process}: {error}"
     numbered = PpctlError(text) if is_printed else ElsewhereError()
@@ -189,7 +192,7 @@ def _with_process_number(error: Exception, run: Run, heartbeat: Heartbeat) -> Ex
 
 
 def lost_contact(error: BaseException) -> str | None:
-    """Return the message of an error that another process's end has caused, else None."""
+    """Return the reason of an error caused by the loss of another process, else None."""
     link = error if distributed.is_joined() else None
     while link is not None:
         if not isinstance(link, PpctlError) and LOST_CONTACT.search(str(link)):

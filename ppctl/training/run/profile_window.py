@@ -12,9 +12,9 @@ from ppctl.training.run.run_environment import writing
 
 
 class ProfileWindow:
-    """The traced steps of one start, on process 0. A context manager: an error ends the trace too.
+    """The traced steps of one start, on process 0. A context manager: an error closes the trace.
 
-    steps: those of run.profile from `start` on, counted from 0; empty: no trace.
+    steps: the steps of run.profile from `start` on, counted from 0; empty: no trace.
     """
 
     def __init__(self, run: Run, start: int) -> None:
@@ -33,7 +33,7 @@ class ProfileWindow:
 
     @property
     def passed(self) -> str | None:
-        """The line about steps that this start does not run again, if any.
+        """Return a line on the requested steps that lie before this start, or None.
 
         >>> ProfileWindow(Run(profile="2-9"), 4).passed
         'run.profile traces only steps 4-9: this start begins with step 4 (the first is 0)'
@@ -44,7 +44,7 @@ class ProfileWindow:
         return f"run.profile {what}: this start begins with step {self._start} (the first is 0)"
 
     def begin(self) -> None:
-        """Begin the trace."""
+        """Start the trace."""
         with writing(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
             recording = jax.profiler.trace(str(self.directory), create_perfetto_trace=True)
@@ -52,7 +52,7 @@ class ProfileWindow:
         self.is_open = True
 
     def end(self, finished: int) -> str:
-        """Write the trace; return what it lacks, as a part of a line."""
+        """Write the trace; return a note if the end of the run cut it short, else ""."""
         self.is_open = False
         with writing(self.directory):
             self._trace.close()

@@ -1,12 +1,12 @@
-"""What traces of the profiler show: the tasks of steps, and one step's timeline.
+"""Read traces of JAX's profiler: the tasks of steps, and one step's timeline.
 
-executor=spmd: the compiled program names the instructions that a tick runs for each kind of task
-(T: S and T of a part of the vocabulary), and those that run once a task; the schedule names the
-ticks of a rank's tasks. So the n-th event of such an instruction is the rank's n-th task of that
-kind. That needs neither program nor step, which GPUs do not name in CUDA graphs.
+executor=spmd: the compiled program shows which instructions a tick runs for each kind of task (T
+stands for S and T of vocabulary parallelism), and which of them run once a task. The schedule gives
+the ticks of a rank's tasks. So the n-th event of a once-a-task instruction belongs to the rank's
+n-th task of that kind. Events need no program or step id, which GPUs omit in CUDA graphs.
 
-executor=mpmd: a task's span is from the trace where the backend tells programs by device, otherwise
-from each task's seconds, run one at a time.
+executor=mpmd: spans come from the trace if the backend records program runs by device. Otherwise
+each task runs and is timed alone, and spans are simulated from these seconds.
 """
 
 import json
@@ -35,8 +35,8 @@ from ppctl.training.pipeline.engines.mpmd_engine import Mpmd
 
 Tree = Any
 DEVICE = re.compile(r"/device:(?:GPU|TPU):(\d+)")
-PART_COLUMNS: dict[Kind, str] = {"E": "embedded", "T": "head", "G": "embedding_grad"}  # of ticks
-OPS_LINES = ("XLA Ops", "Stream ")  # lines of instructions on a TPU, of kernels on a GPU
+PART_COLUMNS: dict[Kind, str] = {"E": "embedded", "T": "head", "G": "embedding_grad"}  # of Ticks
+OPS_LINES = ("XLA Ops", "Stream ")  # trace lines of instructions on a TPU, of kernels on a GPU
 
 
 # --- a step of executor=mpmd ----------------------------------------------------------------------
@@ -45,7 +45,7 @@ OPS_LINES = ("XLA Ops", "Stream ")  # lines of instructions on a TPU, of kernels
 def timed_step(
     engine: Mpmd, schedule: Schedule, state: Tree, batch: Tree
 ) -> tuple[Tree, Tree, Timeline]:
-    """Run one step alone to its end; return (next state, metrics, measured timeline)."""
+    """Run one step to its end; return (next state, metrics, measured timeline)."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             state, metrics = jax.block_until_ready(engine.step(state, batch))
@@ -61,9 +61,12 @@ def traced_spans(
 ) -> dict[Task, Span] | None:
     """Return the span of each task on its rank's first device; None if the trace lacks them.
 
-    A rank's programs of one name run in the order in which they were dispatched.
+    The n-th run of a program is its n-th dispatch: a rank runs programs of one name in order.
+
+    programs: for each rank, (program name, task) in the order of dispatch. devices: for each rank,
+    the id of its first device.
     """
-    # 1. the operations of each run of a program
+    # 1. the spans of the operations of each program run
     runs: dict[tuple, list[Span]] = defaultdict(list)
     for _, _, event in chain.from_iterable(map(_recorded, directory.rglob("*.xplane.pb"))):
         stats = dict(event.stats)
@@ -71,7 +74,7 @@ def traced_spans(
             key = int(stats["device_ordinal"]), stats["hlo_module"], stats["run_id"]
             end_ns = event.start_ns + event.duration_ns
             runs[key].append((event.start_ns / 1e9, end_ns / 1e9))
-    # 2. the n-th run of a program is the n-th task that was dispatched to it
+    # 2. the n-th run of a program for its n-th task
     task_spans: dict[Task, Span] = {}
     for device, of_rank in zip(devices, programs, strict=True):
         for name in {name for name, task in of_rank if task is not None}:
@@ -85,7 +88,7 @@ def traced_spans(
 
 
 def _recorded(file: Path) -> Iterator[tuple[str, str, Any]]:
-    """Yield (plane's name, line's name, event) of a trace."""
+    """Yield (plane name, line name, event) for each event of a trace."""
     for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
         for line in plane.lines:
             for event in line.events:
@@ -98,10 +101,10 @@ def _recorded(file: Path) -> Iterator[tuple[str, str, Any]]:
 def write_tasks(
     directory: Path, compiled_text: str, ticks: Ticks, mesh: Mesh, num_steps: int
 ) -> Path | None:
-    """Write the newest trace in `directory` for Perfetto: a track a rank, an event a task.
+    """Write the newest trace in `directory` for Perfetto: one track per rank, one event per task.
 
-    None if the trace lacks the tasks of all `num_steps` steps. An event runs from the first to the
-    last traced operation of its task; ids in `args` are those of the schedule.
+    Returns the file, or None if events of the `num_steps` steps are missing. An event spans the
+    first to the last traced operation of its task; `args` holds the fields of the Task.
     """
     # 1. the tasks
     files = sorted(directory.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
@@ -128,7 +131,7 @@ def write_tasks(
 
 
 def _places(mesh: Mesh) -> dict[int, dict[str, int]]:
-    """Return for each device id its coordinate along every mesh axis."""
+    """Return the coordinate along every mesh axis, by device id."""
     return {
         device.id: dict(zip(mesh.axis_names, map(int, index), strict=True))
         for index, device in np.ndenumerate(mesh.devices)
@@ -146,29 +149,29 @@ class _Event(NamedTuple):
 def _task_spans(
     file: Path, compiled_text: str, ticks: Ticks, mesh: Mesh, num_steps: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield name, device, start and duration (microseconds) of every task in the trace."""
+    """Yield the Perfetto event of every task in the trace; times are in microseconds."""
     bodies, places = task_bodies(compiled_text), _places(mesh)
     instructions = {name for found in bodies.values() for body in found for name in body.all}
     module = compiled_text.removeprefix("HloModule ").split(",", 1)[0]
     for device, events in _events(file, instructions, module, mesh).items():
         rank = places[device]["pp"]
         for scope, found in bodies.items():
-            # 1. the rank's tasks of this kind, and when each begins
+            # 1. the rank's tasks of this kind, and the start of each
             of_ticks = ((tick, _task(ticks, tick, rank, scope)) for tick in range(ticks.num_ticks))
             tasks = [(tick, task) for tick, task in of_ticks if task is not None]
             begins = _begins(found, events, num_steps * len(tasks))
-            # 2. the first and the last operation of each
+            # 2. the first and the last operation of each task
             bounds: dict[int, tuple[float, float]] = {}
             names = frozenset(chain.from_iterable(body.all for body in found))
             for event in events:
                 if event.instruction not in names:
                     continue
                 number = bisect_right(begins, event.start_ns) - 1
-                if number < 0:  # moved out of the loop by the compiler
+                if number < 0:  # an operation that the compiler moved out of the loop
                     continue
                 low, high = bounds.get(number, (event.start_ns, event.end_ns))
                 bounds[number] = min(low, event.start_ns), max(high, event.end_ns)
-            # 3. their spans
+            # 3. the spans of the tasks
             for number, (low, high) in bounds.items():
                 tick, task = tasks[number % len(tasks)]
                 times = {"ts": low / 1e3, "dur": (high - low) / 1e3}
@@ -181,11 +184,11 @@ def _task_spans(
 
 
 def _task(ticks: Ticks, tick: int, rank: int, scope: str) -> Task | None:
-    """Return the task that a rank runs for a scope in a tick; None where it has none."""
+    """Return the task of a rank for a scope in a tick, or None."""
     line = ticks.table[tick][rank]
     for kind, column in PART_COLUMNS.items():
         if SCOPES[kind] == scope:
-            number = line[ticks.columns.index(column)]  # of the microbatch, from 1; 0: of none
+            number = line[ticks.columns.index(column)]  # microbatch, from 1; 0: no task
             return Task(rank, kind, number - 1) if number else None
     for task, column in zip(ticks.cells[tick][rank], ("f", "b"), strict=True):
         is_run = line[ticks.columns.index(column if ticks.program == "fb" else "kind")]
@@ -195,10 +198,10 @@ def _task(ticks: Ticks, tick: int, rank: int, scope: str) -> Task | None:
 
 
 def _begins(bodies: Sequence["TaskBody"], events: Sequence[_Event], number: int) -> list[float]:
-    """Return when the first operation of each of `number` tasks begins; [] if events are missing.
+    """Return the start of the first operation of each of `number` tasks; [] if events are missing.
 
-    The first operation may differ: some run at the same time. A compiler that peels turns off the
-    loop of ticks copies their bodies, so several bodies share the tasks.
+    Operations may run at the same time, so the earliest start of a task counts. A compiler that
+    peels iterations off the loop of ticks copies their bodies, so several bodies share the tasks.
     """
     starts: dict[str, list[float]] = defaultdict(list)
     for event in events:
@@ -213,7 +216,7 @@ def _begins(bodies: Sequence["TaskBody"], events: Sequence[_Event], number: int)
 
 
 def _events(file: Path, instructions: set[str], module: str, mesh: Mesh) -> dict[int, list[_Event]]:
-    """Return the runs of these instructions of a program on devices of `mesh`, by device id."""
+    """Return the events of a module's instructions on the devices of `mesh`, by device id."""
     kernels = {re.sub(r"\W", "_", name): name for name in instructions}
     here = {device.local_hardware_id: device.id for device in mesh.local_devices}
     found: dict[int, list[_Event]] = {device.id: [] for device in mesh.devices.flat}
@@ -226,7 +229,7 @@ def _events(file: Path, instructions: set[str], module: str, mesh: Mesh) -> dict
             continue
         stats = dict(event.stats)
         if stats.get("hlo_module", module) != module:
-            continue  # an evaluation in the window has operations of the same names
+            continue  # an evaluation in the window has operations with the same names
         names = said, stats.get("hlo_op"), kernels.get(said)
         name = next((name for name in names if name in instructions), None)
         device = stats.get("device_ordinal")
@@ -240,14 +243,14 @@ def _events(file: Path, instructions: set[str], module: str, mesh: Mesh) -> dict
 
 @dataclass(frozen=True)
 class TaskBody:
-    """The instructions that a tick runs for a kind of task."""
+    """The instructions that a tick runs for one kind of task."""
 
-    once: frozenset[str]  # instructions outside of its loops and branches
-    all: frozenset[str]  # those inside too
+    once: frozenset[str]  # instructions outside of the body's loops and branches
+    all: frozenset[str]  # all instructions, inside of loops and branches, too
 
 
 def task_bodies(compiled_text: str) -> dict[str, list[TaskBody]]:
-    """Return the loops and branches of a program's ticks for each kind of task, by its scope."""
+    """Return the bodies of each kind of task in a compiled program, by scope."""
     _, lines = computations(compiled_text)
     found: dict[str, list[TaskBody]] = {}
     for line in chain.from_iterable(lines.values()):
@@ -255,7 +258,7 @@ def task_bodies(compiled_text: str) -> dict[str, list[TaskBody]]:
         for scope in SCOPES.values():
             if path.endswith((f"/{scope}/cond", f"/{scope}/while")):
                 called = [each for each in calls(line) if each.how in ("body", "branch")]
-                if called:  # the last: the branch taken where a predicate is true
+                if called:  # the last one is the branch of a true predicate
                     last = called[-1].computation
                     names = (frozenset(_names(lines, last, nested=n)) for n in (False, True))
                     found.setdefault(scope, []).append(TaskBody(*names))
@@ -263,7 +266,7 @@ def task_bodies(compiled_text: str) -> dict[str, list[TaskBody]]:
 
 
 def _names(lines: dict[str, list[str]], computation: str, *, nested: bool) -> Iterator[str]:
-    """Yield the instructions of a computation and its callees; nested: in loops and branches."""
+    """Yield the instructions of a computation and its callees; nested: also in loops, branches."""
     for line in lines.get(computation, ()):
         name = name_of(line)
         if name is not None:

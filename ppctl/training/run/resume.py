@@ -1,4 +1,4 @@
-"""Where a run starts: anew, after its newest whole checkpoint, or with another run's parameters."""
+"""The start of a run: anew, after its newest good checkpoint, or from another run's parameters."""
 
 import math
 import shutil
@@ -28,21 +28,21 @@ from ppctl.training.run.metrics import FILES as METRICS
 from ppctl.training.run.process_group import compare
 
 Tree = Any
-LR_NOTICE = 0.01  # least change of the learning rate, as a fraction, that a resume names
+LR_NOTICE = 0.01  # relative change of the learning rate above which a resume prints it
 
 
 class Resumed(NamedTuple):
-    """The start of a run: its first step, and what it goes on with."""
+    """The start of a run: finished steps, state, and settings changed since the checkpoint."""
 
     step: int  # finished steps; 0: a new run
-    state: Tree | None  # in natural order; None: a new run
-    changed: Sequence[Change] = ()  # settings since the checkpoint
+    state: Tree | None  # arrays in natural order; None: a new run
+    changed: Sequence[Change] = ()  # settings, code and learning rate
 
 
 def resume(job: TrainingJob, checkpoints: Checkpoints, say: Callable[[str], None]) -> Resumed:
-    """Return where to go on from; a damaged checkpoint is set aside for the one before it.
+    """Return the start of a run, from its newest good checkpoint if there is one.
 
-    CheckpointError if run.resume or run.resume_with does not allow it.
+    Damaged checkpoints are set aside. CheckpointError if run.resume or run.resume_with forbids it.
     """
     if (back := job.config.run.resume_step) is not None:
         _go_back(back, checkpoints, say)
@@ -56,14 +56,14 @@ def resume(job: TrainingJob, checkpoints: Checkpoints, say: Callable[[str], None
         except DamagedError as error:
             name = checkpoints.set_aside(error.step)
             older = checkpoints.latest()
-            then = "none is older" if older is None else f"trying step {older}"
+            then = "no checkpoint is older" if older is None else f"trying step {older}"
             say(f"{error.what}. It is now {name}; {then}")
 
 
 def _go_back(step: int, checkpoints: Checkpoints, say: Callable[[str], None]) -> None:
-    """Set the checkpoints after `step` aside, unless an earlier start has: it may be repeated.
+    """Set aside the checkpoints after `step`, unless an earlier start has; print a line.
 
-    CheckpointError if there is none of this step.
+    CheckpointError if there is no checkpoint of this step.
     """
     steps, where = checkpoints.steps(), checkpoints.directory
     if step not in steps and (not checkpoints.aside(f"after-{step}") or not steps):
@@ -80,15 +80,15 @@ def _go_back(step: int, checkpoints: Checkpoints, say: Callable[[str], None]) ->
     if names is None:
         gone = ", ".join(checkpoints.aside(f"after-{step}"))
         say(
-            f"note      run.resume={step}: gone back before, and going on from there. To go back "
-            f"again, move {gone} in {where} away"
+            f"note      run.resume={step}: an earlier start went back, and this one goes on from "
+            f"it. To go back again, move {gone} in {where} away"
         )
     elif names:
-        say(f"going back to step {step}; what was later is kept: {', '.join(names)}")
+        say(f"going back to step {step}; later checkpoints are kept as {', '.join(names)}")
 
 
 def _newest(job: TrainingJob, checkpoints: Checkpoints) -> tuple[int, list[Change]]:
-    """Return the step to go on from, 0 for a new run, and the settings that have changed since."""
+    """Return the step to go on from (0: a new run) and the changes since its checkpoint."""
     step, run = checkpoints.latest(), job.config.run
     where = f"in {checkpoints.directory}"
     # 1. no checkpoint: a new run
@@ -97,14 +97,14 @@ def _newest(job: TrainingJob, checkpoints: Checkpoints) -> tuple[int, list[Chang
         if damaged and run.resume != "never":
             raise CheckpointError(
                 f"There is no good checkpoint {where}, only {', '.join(damaged)}. "
-                "Use run.resume=never to start anew beside them, or another run.dir."
+                "Use run.resume=never to start anew next to them, or another run.dir."
             )
         if run.resume == "must":
             raise CheckpointError(
                 f"run.resume=must, but there is no checkpoint {where}. Use run.resume=auto."
             )
         return 0, []
-    # 2. a checkpoint that this request does not go on from
+    # 2. checkpoints that this request cannot go on from
     which = f"The checkpoint of step {step} {where}"
     if run.resume == "never":
         raise CheckpointError(
@@ -113,7 +113,7 @@ def _newest(job: TrainingJob, checkpoints: Checkpoints) -> tuple[int, list[Chang
         )
     if step == 0:
         raise CheckpointError(
-            f"{which} is a model that was imported. Train it into another run.dir, with "
+            f"{which} is an imported model. Train it into another run.dir, with "
             f"run.start_from={run.dir}."
         )
     if step > run.num_steps:
@@ -121,7 +121,7 @@ def _newest(job: TrainingJob, checkpoints: Checkpoints) -> tuple[int, list[Chang
             f"{which} is past run.num_steps={run.num_steps}. Use run.num_steps={step} or "
             "more, or another run.dir."
         )
-    # 3. settings and code since then
+    # 3. changes of settings and code
     meta = checkpoints.meta(step)
     changed = [*changes(meta["config"], job.settled), *_code_changes(job, meta)]
     changed += lr_changes(meta["config"], job.config, step)
@@ -130,7 +130,7 @@ def _newest(job: TrainingJob, checkpoints: Checkpoints) -> tuple[int, list[Chang
 
 
 def lr_changes(before: Mapping[str, Any], config: Config, step: int) -> list[Change]:
-    """Return the jump of the learning rate after `step` steps, where settings since cause one."""
+    """Return a Change if changed settings make the learning rate jump after `step` steps."""
     old, now = before["optim"], asdict(config.optim)
     rates = [
         rates_of(of, num_steps)
@@ -144,7 +144,7 @@ def lr_changes(before: Mapping[str, Any], config: Config, step: int) -> list[Cha
 
 
 def _code_changes(job: TrainingJob, meta: Mapping[str, Any]) -> Iterator[Change]:
-    """Yield the modules of the user's model and data whose code has changed."""
+    """Yield a Change for each module of the user's model and data whose code has changed."""
     for part, before in meta["sources"].items():
         now = job.sources.get(part, {})
         for module in changed_modules(before, now):
@@ -154,9 +154,9 @@ def _code_changes(job: TrainingJob, meta: Mapping[str, Any]) -> Iterator[Change]
 def _check(
     job: TrainingJob, checkpoints: Checkpoints, step: int, changed: Sequence[Change], which: str
 ) -> None:
-    """Raise CheckpointError, naming changed settings, where a run cannot go on from this step."""
+    """Raise CheckpointError, naming changed settings, if a run cannot go on from this step."""
     config, of_data = job.config, checkpoints.meta(step)["data"]
-    # 1. its data
+    # 1. the data
     if of_data["fingerprint"] != job.data.fingerprint:
         tokenizer = changed_tokenizer(Path(config.run.dir), config.data)
         reasons = [] if tokenizer is None else [tokenizer]
@@ -165,15 +165,16 @@ def _check(
         raise CheckpointError(
             f"{which} was trained on other data or another order "
             f"({'; '.join(reasons) or 'the files have changed'}), so its position "
-            f"{of_data['next_step']} means nothing here. Restore that, or use another run.dir."
+            f"{of_data['next_step']} is invalid for these data. Restore that, or use another "
+            "run.dir."
         )
-    # 2. its arrays
+    # 2. the arrays
     if unlike := checkpoints.unlike(step, job.pipe.states.natural):
         others = f" (the first of {len(unlike)} arrays that differ)" if len(unlike) > 1 else ""
         phrases = [*(each.text for each in changed if each.is_of_arrays), unlike[0] + others]
         what = f"{which} holds other arrays: {'; '.join(phrases)}"
         raise CheckpointError(f"{what}. Restore that, or use another run.dir.")
-    # 3. its model
+    # 3. the model
     phrases = [each.text for each in changed if each.is_of_function]
     if phrases and config.run.resume_with != "changed":
         raise CheckpointError(
@@ -186,10 +187,11 @@ def _check(
 
 
 def state_from(job: TrainingJob) -> Tree | None:
-    """Return the state before step 1 with the newest parameters of run.start_from; None without.
+    """Return the state before step 1 with the newest parameters of run.start_from.
 
-    In natural order; the optimizer starts anew. With optim.train=lora they are the base of new
-    adapters, unless they come with adapters. CheckpointError if they are missing or do not fit.
+    The state is in natural order, with a new optimizer state. With optim.train=lora, parameters
+    without adapters become the base of new adapters. Returns None if run.start_from is null.
+    CheckpointError if the parameters are missing or do not fit.
     """
     # 1. the parameters
     run, lora = job.config.run, lora_of(job.config.optim)
@@ -208,7 +210,7 @@ def state_from(job: TrainingJob) -> Tree | None:
         return step
 
     def read(step: int) -> tuple[Tree, bool]:
-        compare({"the step of run.start_from": step})  # processes read parts of one array
+        compare({"the step of run.start_from": step})  # each process reads a part of each array
         stored, is_base = stored_lora(checkpoints, step), False
         if stored is None:
             is_base = lora is not None
@@ -222,13 +224,13 @@ def state_from(job: TrainingJob) -> Tree | None:
         wanted = without_adapters(natural["params"]) if is_base else natural["params"]
         fault = start_fault(checkpoints.param_types(step), array_types(wanted))
         if fault is not None:
-            raise CheckpointError(f"run.start_from={directory} is of {fault}")
+            raise CheckpointError(f"run.start_from={directory} has {fault}")
         return checkpoints.restore_params(step, wanted), is_base
 
     with Checkpoints(Path(directory) / "checkpoints", keep=None) as checkpoints:
         params, is_base = read_newest(newest, read)
 
-    # 2. the state that starts with them
+    # 2. a new state with these parameters
     def fresh(params: Tree) -> Tree:
         params = with_base(init(stack, run.seed), params) if is_base else params
         return init_state(params, job.pipe.optimizer, stack.options.trainable)
@@ -237,7 +239,7 @@ def state_from(job: TrainingJob) -> Tree | None:
 
 
 def start_fault(stored: Mapping[str, str], wanted: Mapping[str, str]) -> str | None:
-    """Return why a model of these arrays cannot start from stored parameters, None if it can.
+    """Return the reason why a model cannot start from stored parameters; None if it can.
 
     >>> start_fault({"w": "float32[2]"}, {"w": "float64[2]"}).partition(": ")[0]
     'another dtype'

@@ -1,4 +1,4 @@
-"""The environment of a run (packages, devices, disk), and the metadata of its checkpoints."""
+"""The environment of a run (packages, devices, disk) and the metadata of its checkpoints."""
 
 import os
 import platform
@@ -23,13 +23,13 @@ PACKAGES = ("ppctl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
 def checkpoint_metadata(
     settings: Mapping[str, Any], step: int, sources: Any, data: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the metadata of a checkpoint after `step` steps, as plain JSON; data: described."""
+    """Return the metadata of a checkpoint after `step` steps as plain JSON."""
     return {"config": dict(settings), "sources": sources, "data": {**data, "next_step": step}}
 
 
 @contextmanager
 def writing(run_dir: Path) -> Iterator[None]:
-    """Raise ConfigError where the body cannot write to run_dir, as on a full disk."""
+    """Raise ConfigError if the body cannot write to run_dir, for example on a full disk."""
     try:
         yield
     except OSError as error:
@@ -38,13 +38,14 @@ def writing(run_dir: Path) -> Iterator[None]:
 
 
 def check_disk(run: Run, state_bytes: int) -> None:
-    """Raise ConfigError if the disk of run.dir lacks room for the checkpoints of a run."""
+    """Raise ConfigError if run.dir has too little free space for the checkpoints of a run."""
     settings, written = run.checkpoint, len(checkpoint_steps(Path(run.dir) / "checkpoints"))
     if not settings.enabled:
         return
     num_saves = 1 if settings.every is None else -(-run.num_steps // settings.every)
     permanent = 0 if settings.keep_every is None else run.num_steps // settings.keep_every
-    number = min(settings.keep + 1 + permanent, num_saves)  # the oldest goes after a save
+    # keep + 1: the oldest is removed only after a save has finished
+    number = min(settings.keep + 1 + permanent, num_saves)
     more, free = max(1, number - written), shutil.disk_usage(run.dir).free
     if free < more * state_bytes:
         raise ConfigError(
@@ -56,7 +57,7 @@ def check_disk(run: Run, state_bytes: int) -> None:
 
 
 def environment(mesh: Mesh) -> dict[str, Any]:
-    """Return versions, system and devices, as a start of a run records them."""
+    """Return versions, system and devices, for the record of a start."""
     device = mesh.devices.flat[0]
     versions = {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
     return {
@@ -71,5 +72,5 @@ def environment(mesh: Mesh) -> dict[str, Any]:
 
 
 def num_cores(mesh: Mesh) -> int | None:
-    """Return the cores of this machine that simulated devices share; None for other devices."""
+    """Return the number of cores that simulated devices share; None for other devices."""
     return os.cpu_count() if mesh.devices.flat[0].platform == "cpu" else None

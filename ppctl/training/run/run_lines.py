@@ -1,4 +1,4 @@
-"""Lines that describe a run before it starts, and compare its prediction with it afterwards."""
+"""Lines that describe a run before it starts, and compare it with its prediction afterwards."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from ppctl.schedule.simulator import simulate
 from ppctl.training.pipeline.built_in_models import attention_kernels
 from ppctl.training.pipeline.job import TrainingJob, partition_text
 
-LOCKSTEP_NOTICE = 1.05  # times by which ticks stretch a schedule without a note
+LOCKSTEP_NOTICE = 1.05  # lockstep over free-running makespan above which a note is printed
 
 
 def describe(job: TrainingJob, start: int) -> Iterator[str]:
@@ -33,9 +33,9 @@ def describe(job: TrainingJob, start: int) -> Iterator[str]:
     over = hosts_text(pipe.mesh)
     hosts = "" if over is None else f", {over}"
     yield f"mesh      {config.mesh.axes_text} on {pipe.mesh.size} x {device.device_kind}{hosts}"
-    # 2. what runs when
+    # 2. the schedule and its programs
     yield from _schedule_lines(job)
-    # 3. where its results go
+    # 3. the run directory
     where = f"resuming after step {start}" if start else "from the start"
     yield f"run       {config.run.dir}, {where}"
 
@@ -57,7 +57,7 @@ def _schedule_lines(job: TrainingJob) -> Iterator[str]:
         )
     if job.choice is not None:
         yield f"auto      {job.choice.summary}"
-    # 2. its programs
+    # 2. the programs
     if pipe.execution.xla_flags:
         yield f"xla       {text_of(pipe.execution.xla_flags)}"
     if pipe.execution.engine.dispatches_tasks:
@@ -65,7 +65,7 @@ def _schedule_lines(job: TrainingJob) -> Iterator[str]:
         programs = "a program for each stage and kind of task, dispatched by the host"
         yield f"executor  mpmd: {programs}{barrier}"
         if (fused := pipe.scheduled.num_fused) > 0:
-            yield f"fuse      {fused} times a forward and a backward are one program"
+            yield f"fuse      {fused} pairs of a forward and a backward run as one program"
     if ticks is not None:
         stretch = ticks.makespan_s(costs) / simulate(schedule, costs).makespan_s
         if stretch > LOCKSTEP_NOTICE:
@@ -82,16 +82,16 @@ def _schedule_lines(job: TrainingJob) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """Step time, memory and bubble of a run as the planner predicts them."""
+    """Step time, memory and bubble of a run, predicted by the planner."""
 
-    step_time_s: float | None  # None: unknown devices
-    memory_bytes: int  # of the fullest device: exact shapes, and an estimate of temporaries
-    source: str  # of the seconds
-    ideal_bubble_fraction: float | None = None  # 0..1, by unit costs; None without a pipeline
-    bubble_fraction: float | None = None  # 0..1, by the costs of the seconds
+    step_time_s: float | None  # seconds; None: unknown devices
+    memory_bytes: int  # bytes of the fullest device: exact shapes and estimated temporaries
+    source: str  # source of the predicted seconds
+    ideal_bubble_fraction: float | None = None  # 0..1, with unit costs; None without a pipeline
+    bubble_fraction: float | None = None  # 0..1, with the costs of the predicted step time
 
     def line(self) -> str:
-        """Return the line that is printed before the run."""
+        """Return the line to print before the run."""
         bubble = bubble_text(self.ideal_bubble_fraction, self.bubble_fraction)
         step = "no step time" if self.step_time_s is None else f"{self.step_time_s:.3g} s a step"
         memory = f"{size_text(self.memory_bytes)} a device predicted"
@@ -99,12 +99,12 @@ class StepPrediction:
         return f"plan      {', '.join(parts)} ({self.source})"
 
     def compared(self, step_times_s: Sequence[float], compiled_bytes: int) -> str:
-        """Return the line that is printed after the run: predicted vs. measured."""
+        """Return the line to print after the run: predicted and measured values."""
         measured_s = statistics.median(step_times_s)
         sizes = size_text(self.memory_bytes), size_text(compiled_bytes)
         memory = "{} a device predicted, {} compiled".format(*sizes)
         if self.step_time_s is None:
-            return f"plan      {memory}; {measured_s:.3g} s a step, of which nothing was predicted"
+            return f"plan      {memory}; {measured_s:.3g} s a step measured, none predicted"
         ratio = self.step_time_s / measured_s
         times = f"{self.step_time_s:.3g} s a step predicted, {measured_s:.3g} measured"
         return f"plan      {times} ({ratio:.2f} times; {self.source}); {memory}"

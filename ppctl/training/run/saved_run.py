@@ -1,4 +1,4 @@
-"""The record of a run, for scripts and notebooks: settings, numbers, parameters and the model."""
+"""A recorded run for scripts and notebooks: settings, numbers, parameters and the model."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -35,18 +35,18 @@ Tree = Any
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run directory. Made by `load_run`; everything is read on first use.
+    """A run directory, made by `load_run`. Files are read on first use.
 
-    The user's model code is imported as by `ppctl train`, from the current directory first; if it
-    is not found, the error names the directory in which the run was started. Training data are not
-    read: checkpoints have the shapes of examples.
+    The user's model code is imported as by `ppctl train`, from the current directory first. If it
+    is not found, the error names the directory where the run was started. Building the model reads
+    no training data, because checkpoints record the shapes of examples.
     """
 
     directory: Path
 
     @cached_property
     def settings(self) -> Mapping[str, Any]:
-        """All settings of the run's last start: {"model": {...}, "mesh": {...}, ...}."""
+        """All settings of the run's newest start: {"model": {...}, "mesh": {...}, ...}."""
         file = self.directory / "config.yaml"
         try:
             return read_settings(file)
@@ -55,12 +55,12 @@ class SavedRun:
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """One record a step, oldest first: step, loss, grad_norm, lr, step_time_s, ..."""
+        """One record for each step, oldest first: step, loss, grad_norm, lr, step_time_s, ..."""
         return [*read_lines(self.directory / "metrics.jsonl", [])]
 
     @cached_property
     def evaluations(self) -> list[dict[str, Any]]:
-        """One record an evaluation: step, eval_loss."""
+        """One record for each evaluation, oldest first: step, eval_loss, ..."""
         return [*read_lines(self.directory / "eval.jsonl", [])]
 
     @property
@@ -69,16 +69,16 @@ class SavedRun:
         return self._checkpoints().steps()
 
     def step(self, step: int | None) -> int:
-        """Return the step of a checkpoint; None: of the newest. CheckpointError if missing."""
+        """Return `step`, or the newest checkpoint's for None. CheckpointError if it is missing."""
         steps = self.steps
         if not steps or step not in (None, *steps):
-            found = f"of steps {', '.join(map(str, steps))}" if steps else "none"
+            found = f"steps {', '.join(map(str, steps))}" if steps else "none"
             wanted = "" if step is None else f" of step {step}"
-            raise CheckpointError(f"{self.directory} has no checkpoint{wanted}; there are {found}.")
+            raise CheckpointError(f"{self.directory} has no checkpoint{wanted}; it has {found}.")
         return steps[-1] if step is None else step
 
     def read(self, step: int | None, read: Callable[[int], T]) -> T:
-        """Return read(step); None: of the newest checkpoint, though a run may replace it."""
+        """Return read(step). None reads the newest checkpoint, even if a run replaces it."""
         if step is None:
             return read_newest(lambda: self.step(None), read)
         return read(self.step(step))
@@ -90,14 +90,18 @@ class SavedRun:
             return open_data(self.config)
 
     def params(self, step: int | None = None) -> Tree:
-        """Return the parameters of a checkpoint, whole, on the first device, adapters merged in.
+        """Return all parameters of a checkpoint on the first device, with adapters merged.
 
-        Of a `Network`, the tree that its `init` returns. Of any other model {"embed_head":
-        embedding and head, "layers": arrays [L, ...] in model order}. step: None for the newest.
+        Args:
+            step: Step of the checkpoint; None for the newest.
+
+        Returns:
+            For a `Network`, the tree that its `init` returns. For any other model, {"embed_head":
+            embedding and head, "layers": arrays [L, ...] in model order}.
 
         Raises:
-            CheckpointError: There is no such checkpoint, it is damaged, or the model's code now has
-                other parameters.
+            CheckpointError: The checkpoint is missing or damaged, or the parameters of the model's
+                code have changed since.
             ConfigError: The model's code cannot be imported.
         """
 
@@ -111,10 +115,10 @@ class SavedRun:
         return self.read(step, read)
 
     def predict(self, inputs: Any, step: int | None = None) -> Tree:
-        """Return the outputs for a batch of inputs [examples, ...], in the dtype of training.
+        """Return the model's outputs for inputs [examples, ...], in the run's dtype.
 
-        Compiled once for each shape. step, errors: as `params`; and ConfigError for a `Stack`
-        without `outputs`.
+        Compiles once for each shape. step: as in `params`. Raises as `params`, and ConfigError for
+        a `Stack` without `outputs`.
         """
         stack, params = self.read(step, self._trained)
         if stack.options.outputs is None:
@@ -126,21 +130,23 @@ class SavedRun:
         return self._outputs(params, jnp.asarray(inputs))
 
     def loss(self, batch: Mapping[str, Any], step: int | None = None) -> float:
-        """Return the mean loss of {"inputs", "targets"}: arrays [examples, ...]."""
+        """Return the mean loss of a batch {"inputs", "targets"}, arrays [examples, ...]."""
         _, params = self.read(step, self._trained)
         arrays = {name: jnp.asarray(batch[name]) for name in ("inputs", "targets")}
         return float(self._mean_loss(params, arrays)[0])
 
-    # its parts
+    # parts of a run, read on first use
 
     def _checkpoints(self) -> Checkpoints:
-        all_devices()  # says why JAX cannot start
+        all_devices()  # raises the reason if JAX cannot start
         return Checkpoints(self.directory / "checkpoints", keep=None)
 
     @cached_property
     def config(self) -> Config:
-        """Model, data and run of the last start. Relative paths are of the directory of the start:
-        the one from which run.dir leads here, else the recorded one.
+        """Model, data and run settings of the newest start.
+
+        Relative paths are resolved from the directory where the run was started. It is inferred
+        from run.dir if run.dir leads to this directory, else it is the recorded one.
         """
         found, place = model_and_data(self.settings), self.directory.resolve()
         parts, root = Path(found.run.dir).parts, self._started_in
@@ -150,14 +156,14 @@ class SavedRun:
 
     @property
     def _started_in(self) -> Path | None:
-        """The directory of the last start, as recorded."""
+        """The directory where the run was last started, as recorded."""
         key, starts = run_status.DIRECTORY, read_lines(self.directory / run_status.FILE, [])
         places = [each[key] for each in starts if isinstance(each.get(key), str)]
         return Path(places[-1]) if places else None
 
     @cached_property
     def dtype(self) -> str:
-        """The dtype of compute of the newest checkpoint's training; of imported models float32."""
+        """The compute dtype recorded with the newest checkpoint; float32 for imported models."""
         with self._checkpoints() as checkpoints:
             meta = checkpoints.meta(self.step(None))
         return meta["config"]["run"]["dtype"] or DEFAULT_DTYPE
@@ -167,8 +173,8 @@ class SavedRun:
         name = self.dtype
         if name == "float64" and jnp.zeros(0, float).dtype != jnp.float64:
             raise ConfigError(
-                f"{self.directory} is a run of run.dtype=float64, and JAX has 32 bits: "
-                'call jax.config.update("jax_enable_x64", True) first.'
+                f"{self.directory} was trained with run.dtype=float64, but JAX is set to 32 "
+                'bits: call jax.config.update("jax_enable_x64", True) first.'
             )
         return jnp.dtype(name)
 
@@ -182,13 +188,13 @@ class SavedRun:
         return jax.jit(reference(self._stack, num_microbatches=1, **how))
 
     def _natural(self, step: int) -> Tree:
-        _ = self._dtype  # raises for float64 in a JAX of 32 bits
+        _ = self._dtype  # raises for float64 if JAX has 32 bits
         with self._checkpoints() as checkpoints:
             return merged_params(checkpoints, step, all_devices()[0])
 
     @cached_property
     def _trained(self) -> Callable[[int], tuple[Stack, Tree]]:
-        """Returns the model, and parameters of a checkpoint that fit it; keeps the last ones."""
+        """A function of a step: (model, its parameters); it caches the newest result."""
 
         def trained(step: int) -> tuple[Stack, Tree]:
             natural = self._natural(step)
@@ -197,27 +203,27 @@ class SavedRun:
         return lru_cache(maxsize=1)(trained)
 
     def _fitting(self, step: int, natural: Tree) -> Stack:
-        """Return the model. CheckpointError if its parameters differ from those of a checkpoint."""
+        """Return the model. CheckpointError if parameters of a checkpoint do not fit it."""
         stack = self._stack
         wanted = stack.param_shapes
         unlike = differences(array_types(natural), array_types(wanted))
         if unlike:
             raise CheckpointError(
                 f"The model of {self.directory} has other parameters now than at step {step}: "
-                f"{unlike[0]} (the first of {len(unlike)}). Its code or cut has changed: restore "
-                f"{self.settings['model'].get('target')}."
+                f"{unlike[0]} (the first of {len(unlike)}). Its code or its cut into "
+                f"layers has changed: restore {self.settings['model'].get('target')}."
             )
         return stack
 
     @cached_property
     def _stack(self) -> Stack:
-        """The model of the newest checkpoint's data; warns if its code has changed."""
+        """The model, built for the data of the newest checkpoint. Warns if its code changed."""
         config = self.config
         model = config.model
         with self._checkpoints() as checkpoints:
             meta = self.read(None, checkpoints.meta)
         data = described(meta["data"])
-        if isinstance(model, settings.Transformer):  # the run's kernels may not run here
+        if isinstance(model, settings.Transformer):  # this device may lack the run's kernels
             model = replace(model, attention="auto", moe=replace(model.moe, kernel="auto"))
         with self._own_code():
             stack = make_stack(
@@ -228,15 +234,15 @@ class SavedRun:
             changed = changed_modules(before, sources(model.target))
             if changed:
                 warnings.warn(
-                    f"{', '.join(changed)} changed after {self.directory} was trained; it may "
-                    "compute something else.",
+                    f"{', '.join(changed)} changed after {self.directory} was trained; its "
+                    "results may differ now.",
                     stacklevel=4,
                 )
         return stack
 
     @contextmanager
     def _own_code(self) -> Iterator[None]:
-        """Add to an error about a missing module the directory in which the run was started."""
+        """If a module is missing, add to the error the directory where the run was started."""
         try:
             yield
         except ConfigError as error:
@@ -250,7 +256,7 @@ class SavedRun:
 
 
 def _in_directory(config: Config, root: Path) -> Config:
-    """Return a config with the relative paths of data and of run.start_from below root."""
+    """Return a config with relative paths of data and run.start_from resolved from `root`."""
 
     def below(path: str | None) -> str | None:
         return None if path is None else str(root / Path(path).expanduser())
@@ -266,7 +272,18 @@ def _in_directory(config: Config, root: Path) -> Config:
 
 
 def load_run(directory: str | Path) -> SavedRun:
-    """Return a run by its directory. ConfigError if that holds no run."""
+    """Return the run in a directory.
+
+    Args:
+        directory: run.dir of the run.
+
+    Raises:
+        ConfigError: The directory has no config.yaml.
+
+    Example:
+        run = ppctl.load_run("runs/tiny")
+        loss, logits = run.metrics[-1]["loss"], run.predict(inputs)
+    """
     path = Path(directory)
     if not (path / "config.yaml").is_file():
         raise ConfigError(f"{path} is no run: it has no config.yaml. `ppctl runs` lists runs.")

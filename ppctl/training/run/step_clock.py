@@ -1,4 +1,4 @@
-"""The seconds of each step, read by a thread that waits for its arrays."""
+"""The seconds of each step, measured by a thread that waits for the step's arrays."""
 
 import threading
 import time
@@ -12,12 +12,12 @@ Tree = Any
 
 
 class StepClock:
-    """Times of steps, in the order of dispatch. A context manager, which ends the thread."""
+    """Times of steps, in the order of dispatch. A context manager: its exit stops the thread."""
 
     def __init__(self) -> None:
         self._steps: SimpleQueue[tuple[Tree, Future[float]] | None] = SimpleQueue()
-        self._done_s = 0.0  # seconds at which the step before was done
-        # a daemon: a failing process must not wait for a step that others never finish
+        self._done_s = 0.0  # seconds of time.perf_counter at the previous step's end
+        # a daemon thread: a failing process must not wait for a step that others never finish
         threading.Thread(target=self._wait, name="step clock", daemon=True).start()
 
     def __enter__(self) -> Self:
@@ -27,13 +27,13 @@ class StepClock:
         self._steps.put(None)
 
     def watch(self, numbers: Tree) -> Future[float]:
-        """Return a future of when a dispatched step's arrays are done (time.perf_counter)."""
+        """Return a future of the time (time.perf_counter) when a step's arrays are done."""
         done: Future[float] = Future()
         self._steps.put((numbers, done))
         return done
 
     def step_time_s(self, dispatched_s: float, done: Future[float]) -> float:
-        """Wait for a step; return its seconds since dispatch, or since the step before was done."""
+        """Wait for a step; return its seconds, from its dispatch or the previous step's end."""
         done_s = done.result()
         began_s, self._done_s = max(self._done_s, dispatched_s), done_s
         return done_s - began_s
@@ -43,5 +43,5 @@ class StepClock:
             try:
                 jax.block_until_ready(numbers)
                 done.set_result(time.perf_counter())
-            except BaseException as error:  # raised where the step is read
+            except BaseException as error:  # raised by `step_time_s`
                 done.set_exception(error)

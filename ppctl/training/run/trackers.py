@@ -1,7 +1,7 @@
 """Trackers: TensorBoard, Weights & Biases and MLflow, each on a separate thread.
 
-Training neither waits for one nor ends by one: a failure prints a line and drops later records.
-Without a server they write into the run directory.
+Training does not wait for a tracker, and goes on if one fails: a failure prints a line and drops
+later records. Without a server, trackers write into the run directory.
 """
 
 import json
@@ -25,50 +25,51 @@ from ppctl.reports.run_files import TRACKERS_FILE
 from ppctl.reports.terminal_output import replace_file
 from ppctl.user_files import read_file
 
-PROJECT = "ppctl"  # of Weights & Biases, and MLflow's experiment, where the environment names none
-MOST_ID_BYTES = 4096
+PROJECT = "ppctl"  # default project of Weights & Biases and experiment of MLflow
+MOST_ID_BYTES = 4096  # bytes of TRACKERS_FILE
 MOST_PARAMS = 100  # parameters in one request to MLflow
-WANDB_S = 20.0  # seconds in which Weights & Biases must answer at the start
+WANDB_S = 20.0  # seconds for Weights & Biases to answer at the start
 FLUSH_S = 10.0  # seconds between writes of TensorBoard's events to the disk
-END_S = 30.0  # seconds in which a tracker must take the last records
+END_S = 30.0  # seconds for a tracker to take the last records
 
 Values = Mapping[str, float]
 
 
 class RunFacts(NamedTuple):
-    """The facts by which a tracker opens a run."""
+    """The arguments of a tracker that opens a run."""
 
     run_dir: Path
     name: str
     settings: Mapping[str, Any]
     first_step: int
-    id: str | None = None  # of an earlier start's run
+    id: str | None = None  # the tracker's id of this run, from an earlier start
 
 
 class Tracker(NamedTuple):
-    """A run at a tracker's. All calls come from one thread; any may raise."""
+    """An open run at a tracker. All calls come from one thread; each may raise."""
 
-    log: Callable[[Values, int], object]  # takes values by tag, and the step
-    end: Callable[[bool], object]  # takes whether the run is finished
-    id: str | None = None  # key by which a later start continues the same run
-    place: str | None = None  # printed
+    log: Callable[[Values, int], object]  # arguments: values by tag, step
+    end: Callable[[bool], object]  # argument: True if the run has reached its last step
+    id: str | None = None  # key with which a later start continues the run
+    place: str | None = None  # words on the place of the records, to print
 
 
 def tensorboard(run: RunFacts) -> Tracker:
     """Open TensorBoard's log of one start of a run: scalars, and the settings as text.
 
-    A kill loses ten seconds. TensorBoard hides records of earlier starts from first_step on.
-    Events are written on this thread: tensorboardX's own thread ends in a traceback on a full disk.
+    A kill loses at most ten seconds of events. TensorBoard hides earlier starts' records from
+    first_step on. tensorboardX's thread would print a traceback on a full disk, so events are
+    written without it.
     """
     from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.proto import event_pb2
     from tensorboardX.summary import scalar, text
 
-    # 1. a file, whose name has the step: a resume within the same second must not overwrite
+    # 1. the file; its name has the step, so that a resume within a second does not overwrite it
     folder, step, flushed_s = run.run_dir / "tensorboard", run.first_step, time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     writer = EventsWriter(str(folder / "events"), f".{step}")
-    messages: Any = event_pb2  # its classes are made when it is imported
+    messages: Any = event_pb2  # its classes are created at import
 
     def write(step: int, **content: Any) -> None:
         nonlocal flushed_s
@@ -81,10 +82,10 @@ def tensorboard(run: RunFacts) -> Tracker:
         for tag, value in values.items():
             write(step, summary=scalar(tag, value))
 
-    # 2. its first events
+    # 2. the first events
     write(step, session_log=messages.SessionLog(status=messages.SessionLog.START))
     settings = textwrap.indent(yaml.safe_dump(dict(run.settings), sort_keys=False), "    ")
-    write(step, summary=text("run/config", settings))  # indented: a block of Markdown
+    write(step, summary=text("run/config", settings))  # indented: a code block of Markdown
     return Tracker(log, lambda _: writer.close())
 
 
@@ -98,7 +99,7 @@ def wandb(run: RunFacts) -> Tracker:
     how = {"mode": mode, "id": run.id, "resume": "allow", "name": run.name}
     quiet = wandb.Settings(silent=True, console="off", init_timeout=WANDB_S)
     opened = wandb.init(**where, **how, config=dict(run.settings), settings=quiet)
-    # a step metric: steps that a resumed run repeats are no error then
+    # with a step metric, a resumed run may repeat steps
     opened.define_metric("*", step_metric="step")
     folder = Path(opened.dir).parent
     offline = f"offline in {folder}: wandb sync {folder}"
@@ -111,7 +112,7 @@ def wandb(run: RunFacts) -> Tracker:
 
 
 def mlflow(run: RunFacts) -> Tracker:
-    """Open a run of MLflow, at MLFLOW_TRACKING_URI or in a database in the run directory."""
+    """Open a run of MLflow at MLFLOW_TRACKING_URI, else in a database in the run directory."""
     from mlflow.entities import Metric, Param
     from mlflow.tracking import MlflowClient
 
@@ -122,7 +123,7 @@ def mlflow(run: RunFacts) -> Tracker:
     project = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
     experiment = client.get_experiment_by_name(project)
     files = (run.run_dir / "mlflow").absolute().as_uri() if place == local else None
-    # 2. the run; MLflow refuses a parameter with another value
+    # 2. the run; only a new one logs parameters, because MLflow refuses to change them
     if id is None:
         known = experiment and experiment.experiment_id
         where = known or client.create_experiment(project, files)
@@ -157,9 +158,9 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class BackgroundTracker:
-    """A tracker on a separate thread: it opens the run, or goes on with that of an earlier start.
+    """A tracker on a separate thread. It opens a run, or continues that of an earlier start.
 
-    note: prints a line from any thread.
+    note: prints a line; called from the thread. end_s: seconds that `close` waits.
     """
 
     def __init__(self, name: str, run: RunFacts, note: Callable[[str], None], end_s: float = END_S):
@@ -170,11 +171,11 @@ class BackgroundTracker:
         self._thread.start()
 
     def log(self, values: Values, step: int) -> None:
-        """Record values by their tags."""
+        """Queue values by tag for the tracker."""
         self._records.put((values, step))
 
     def close(self, *, is_finished: bool) -> None:
-        """End the run at the tracker, after what is left to record. May be called again."""
+        """Record the remaining values and end the tracker's run. May be called twice."""
         self._is_finished = is_finished
         self._records.put(None)
         self._thread.join(self._end_s)
@@ -204,7 +205,7 @@ _ids_lock = threading.Lock()
 
 
 def _known_ids(run_dir: Path) -> dict[str, str]:
-    """Return the ids of the run at trackers, by their names."""
+    """Return the id of the run at each tracker, by the tracker's name."""
     with suppress(OSError, ValueError, RecursionError):
         found = from_json(read_file(run_dir / TRACKERS_FILE, MOST_ID_BYTES))
         if isinstance(found, dict):

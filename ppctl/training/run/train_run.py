@@ -1,4 +1,4 @@
-"""`ppctl train`: from a request to a run and its files. Read `_train` first.
+"""`ppctl train`: run a config and write its files. Read `_train` first.
 
 A run directory holds config.yaml, status.jsonl, metrics.jsonl, eval.jsonl, tensorboard/, profile/
 and checkpoints/<step>/.
@@ -46,22 +46,28 @@ from ppctl.training.run.run_lines import StepPrediction, describe
 from ppctl.training.run.step_clock import StepClock
 from ppctl.training.run.trackers import check_trackers
 
-Predict = Callable[[TrainingJob], StepPrediction]  # called before anything is compiled
+Predict = Callable[[TrainingJob], StepPrediction]  # function called before compiling
 Say = Callable[[str], None]  # prints a line
 
 
 def train(config: Config, overrides: Sequence[str], *, predict: Predict, as_json: bool) -> int:
-    """Train a config, and return the exit code: 0 finished, 130 or 143 interrupted after saving.
+    """Train a config and return the exit code: 0 finished, 128 + signal number if interrupted.
 
-    overrides: as typed. predict: step time and memory before anything is compiled.
+    Args:
+        config: The composed settings.
+        overrides: Words of the command line, for the record.
+        predict: Returns step time and memory; called before compiling.
+        as_json: Print one JSON document to standard output, and lines to standard error.
 
-    Raises PpctlError for impossible requests, NonFiniteError for a loss or gradient not finite.
+    Raises:
+        PpctlError: The request is impossible.
+        NonFiniteError: A loss, gradient or update is not finite.
     """
     run_dir = Path(config.run.dir)
     check_run_dir(run_dir)
     check_trackers(config.run.trackers)
     writer = run_status.held_by(run_dir)
-    if writer is not None:  # it would lose the save that it is writing
+    if writer is not None:  # a second process would remove the unfinished save of the first
         raise _held(run_dir, writer)
     start_jax(config.run, config.run.dtype or DEFAULT_DTYPE, config.mesh.num_devices)
     note = keep_compiled(config.run.compilation_cache)
@@ -96,9 +102,9 @@ def _train(
             restored = state_from(job)
             differs = run.start_from and changed_tokenizer(Path(run.start_from), job.config.data)
             if differs:
-                say(f"note      {differs}; ids stand for other texts than in run.start_from")
+                say(f"note      {differs}; token ids may mean other texts than in run.start_from")
         elif differs := changed_tokenizer(run_dir, job.config.data):
-            say(f"note      {differs}; it makes the same tokens of this text, and is kept from now")
+            say(f"note      {differs}; it makes the same tokens of this text and replaces the copy")
         if start == run.num_steps:
             steps = f"run.num_steps={start} steps"
             say(f"{run_dir} has finished all {steps}. Use a larger run.num_steps to go on.")
@@ -118,7 +124,7 @@ def _train(
         # 3. compile, and place the state
         footprint, compile_time_s = _compiled(job, say, start)
         heartbeat.note("start", start)
-        compare({})  # waits for all: Gloo gives up on a process that is half a minute late
+        compare({})  # waits for all: Gloo gives up after half a minute
         state = job.pipe.init() if restored is None else job.pipe.from_natural(restored)
         del restored, resumed
         # 4. train
@@ -136,7 +142,7 @@ def _train(
 
 
 def _checkpoints(run: Run, events: Events) -> Checkpoints:
-    """Return the checkpoints of a run, whose finished saves are events."""
+    """Open the checkpoints of a run; each finished save is an event."""
     how = {"keep": run.checkpoint.keep, "keep_every": run.checkpoint.keep_every}
     saved = lambda step: events.tell("saved", step=step)  # noqa: E731
     folder = Path(run.dir) / "checkpoints"
@@ -146,7 +152,7 @@ def _checkpoints(run: Run, events: Events) -> Checkpoints:
 def _record_end(
     end: dict[str, Any], run_dir: Path, status: RunStatus | None, events: Events
 ) -> None:
-    """Record and tell the end of a run."""
+    """Record the end of a run and send its event."""
     if status is not None:
         with writing(run_dir):
             status.end(**end)
@@ -158,12 +164,11 @@ def _record_end(
 def _stop_requests(
     console: OutputConsole, stop_file: Path
 ) -> Iterator[Callable[[int], int | None]]:
-    """Yield (finished steps) -> the signal that requests the run to end, STOP or None.
+    """Yield a function: finished steps -> the signal that requested an end, STOP or None.
 
-    stop_file: a request by `ppctl stop`, which process 0 looks for after each step.
-    The second signal of a kind ends the process at once. In a run of several processes JAX hears
-    SIGTERM and brings all to the same step; SIGINT is handled so too, and SIGPIPE, sent when the
-    reader of the output has gone.
+    stop_file: written by `ppctl stop`; process 0 looks for it after each step. The second signal of
+    a kind ends the process at once. In a run of several processes, JAX handles SIGTERM and stops
+    all at the same step, so other requests (SIGINT, stop_file, a closed output) send SIGTERM.
     """
     received: list[int] = []
     is_joined = distributed.is_joined()
@@ -205,7 +210,7 @@ def _sum_up(loop: Loop, status: str, say: Say, *, as_json: bool) -> None:
 
 
 def _status(run_dir: Path) -> AbstractContextManager[RunStatus | None]:
-    """Return the record of this start, which locks the run directory; None except on process 0."""
+    """Lock the run directory; return the record of this start, None except on process 0."""
     if not distributed.is_lead():
         return nullcontext()
     try:
@@ -218,7 +223,7 @@ def _status(run_dir: Path) -> AbstractContextManager[RunStatus | None]:
 def _held(run_dir: Path, pid: int | None) -> ConfigError:
     who, how = f"process {pid}", f": kill -INT {pid}, which saves"
     if pid is None:
-        who, how = "another process", ". The lock of a machine that was lost ends after minutes"
+        who, how = "another process", ". If its machine is lost, the lock expires within minutes"
     return ConfigError(
         f"run.dir={run_dir} is written by {who} now. Use another run.name, or end that "
         f"run first{how}."
@@ -239,12 +244,12 @@ def _record_start(
         if job.choice is not None:
             (run_dir / SCHEDULE_FILE).write_text(to_csv(job.pipe.schedule.ranks))
         keep_tokenizer(config.run, config.data)
-        (run_dir / STOP_FILE).unlink(missing_ok=True)  # asked of an earlier start
+        (run_dir / STOP_FILE).unlink(missing_ok=True)  # a request to an earlier start
         status.begin(start.step, **facts)
 
 
 def _ending(stopped_by: int | None, step: int) -> dict[str, Any]:
-    """Return the record of a run that ended in order.
+    """Return the record of a run that ended without an error.
 
     >>> _ending(2, 7), _ending(STOP, 7)["status"]
     ({'status': 'interrupted', 'step': 7, 'reason': 'SIGINT'}, 'stopped')
@@ -255,7 +260,7 @@ def _ending(stopped_by: int | None, step: int) -> dict[str, Any]:
 
 
 def _metrics(job: TrainingJob, start: int, console: Console) -> Metrics:
-    """Return the records of this start; only process 0 writes them."""
+    """Open the records of this start; only process 0 writes them."""
     run = job.config.run
     how = {name: getattr(run, name) for name in ("name", "num_steps", "log_every", "trackers")}
     where, settings = run.dir if distributed.is_lead() else None, asdict(job.config)
@@ -263,7 +268,7 @@ def _metrics(job: TrainingJob, start: int, console: Console) -> Metrics:
 
 
 def _compiled(job: TrainingJob, say: Say, start: int) -> tuple[Footprint, float]:
-    """Compile the step, record its memory, and return (its footprint, seconds of compiling)."""
+    """Compile the step, record its memory, and return (footprint, seconds of compiling)."""
     began = time.perf_counter()
     say("compiling ...")
     footprint = job.pipe.engine.compile(evaluate=job.config.run.eval_every is not None)

@@ -121,10 +121,10 @@ def requests_of(row: Row) -> list[Request]:
             f"{examples / micro:g} is not num_microbatches={number}"
         )
     if micro is None:
-        assumed.append("the fastest size of microbatches that fits the memory")
+        assumed.append("the fastest microbatch size that fits the memory")
     redone, is_stated = _redone(row)
     if not is_stated:
-        assumed.append("as few layers recomputed as fit the memory, in quarters")
+        assumed.append("the least recomputation that fits the memory, in quarters of the layers")
     elif 0 < redone < 1:
         assumed.append("half of the forward recomputed")
     family, layouts = _schedule(row, model)
@@ -187,7 +187,7 @@ def hardware_of(row: Row) -> tuple[Hardware, list[str]]:
             reached=hardware.reached | {"flops": hardware.reached["flops"] * share},
             power_w=500,
         )
-        assumed.append("products as fast as the square root of the power, 500 of 700 W")
+        assumed.append("speed of products as the square root of the power, 500 of 700 W")
     rate = _network_bytes_per_s(row.network)
     if rate is None and row.gpus > HOST_DEVICES:
         assumed.append(f"network as in conf/hardware/{name}.yaml")

@@ -158,7 +158,8 @@ def page_tables(compared: Sequence[Compared], constants: Constants = FITTED) -> 
         print(f"| {each.name} | {each.rows} | {cells} |", file=out)
     if known:
         print(
-            f"\nOf {known} rows whose source says that they ran or did not, {right} are right.",
+            f"\nThe sources of {known} rows state whether the layout ran. The predicted memory is "
+            f"right about {right} of them.",
             file=out,
         )
     print("\n| fitted constant | value |\n|---|---|", file=out)
@@ -176,7 +177,7 @@ def page_tables(compared: Sequence[Compared], constants: Constants = FITTED) -> 
             print(f"| {' | '.join(cells)} |", file=out)
         assumed = dict.fromkeys(text for row in shown for text in row.assumed)
         if assumed:
-            print(f"\nAssumed where the source does not say: {'; '.join(assumed)}.", file=out)
+            print(f"\nAssumed, as the source does not state it: {'; '.join(assumed)}.", file=out)
         for row in rows:
             if row.refused is not None:
                 print(f"\nRefused: `{row.id}`, {row.refused}.", file=out)

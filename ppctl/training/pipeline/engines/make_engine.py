@@ -1,4 +1,4 @@
-"""The engine of a request: the one place where executors are told apart."""
+"""Make the engine of an executor: the only place that distinguishes executors."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +25,7 @@ from ppctl.training.pipeline.optimizers import LossAndGrads, ModelOptimizer
 
 Tree = Any
 Engine = OneProgram | Mpmd
-Loss = Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]  # params, batch -> loss, number
+Loss = Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]  # params, batch -> mean loss, number
 
 
 def make_engine(
@@ -38,7 +38,10 @@ def make_engine(
     execution: Execution,
     clip_norm: float | None,
 ) -> Engine:
-    """Return the engine that runs a step; shapes: of a global batch; clip_norm: the optimizer's."""
+    """Return the engine that runs a step.
+
+    shapes: shapes and dtypes of a global batch. clip_norm: the optimizer's clipping norm, or None.
+    """
     how = optimizer, lr_schedule
     # 1. mpmd
     if execution.engine.dispatches_tasks:
@@ -70,7 +73,11 @@ def model_of(
     execution: Execution,
     dtype: jnp.dtype,
 ) -> Model:
-    """Return the model as the tasks of one device see it; divided: over execution.axes."""
+    """Return the model with the shapes and functions of one device.
+
+    divided: the stack divided over execution.axes. ConfigError if the reported counts are wrong, or
+    a metric has the name of an attached loss.
+    """
     # 1. shapes of a layer and of a microbatch on one device
     mesh, layout = states.layout.mesh, states.layout
     params = shapes_on_device(states.natural["params"], {} if layout.auto else layout.shards)
@@ -78,7 +85,7 @@ def model_of(
     parts = num_microbatches * MeshSizes.of(mesh.shape).along(DATA_AXES)
     size = num_examples(shapes["inputs"]) // parts
     microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((size, *a.shape[1:]), a.dtype), shapes)
-    # 2. specs of what is gathered, or divided by XLA
+    # 2. the specs of gathered layers, and of parameters that XLA divides
     specs = None
     if execution.gathers_by_layer and mesh.shape["fsdp"] > 1:
         specs = layer_specs(states.layout.staged_specs(states.staged["params"])["layers"])
@@ -92,15 +99,15 @@ def model_of(
     for_gpu = mesh.devices.flat[0].platform in ("gpu", "cuda")
     found = Model(*model, for_gpu=for_gpu, parts=divided.parts)
     counted = found.losses[1]
-    for name in found.inputs.losses:  # refuses those attached in embedding and head
+    for name in found.inputs.losses:  # raises for losses attached in embedding or head
         if isinstance(counted, dict) and name in counted:
-            raise ConfigError(f"metrics has {name!r}, an attached loss's name. Use another name.")
+            raise ConfigError(f"metrics has {name!r}, the name of an attached loss. Use another.")
     found.check_reports()
     return found
 
 
 def _by_reference(model: Model, layout: Layout, execution: Execution) -> tuple[LossAndGrads, Loss]:
-    """Return the functions of gradients and of evaluation without a pipeline."""
+    """Return the un-pipelined functions of gradients and mean loss, on staged parameters."""
 
     def gradients(params: Tree, batch: Tree) -> tuple[dict[str, jax.Array], Tree]:
         losses, grads = of(with_grads=True)(layout.to_natural(params), batch)

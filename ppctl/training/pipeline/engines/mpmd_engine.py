@@ -1,9 +1,9 @@
-"""The engine of the mpmd executor: a plan of programs on submeshes, an optimizer for each rank.
+"""The engine of executor=mpmd: a plan of programs on submeshes, and an optimizer on each rank.
 
-The global norm is formed across ranks: each sums the squares of its gradients, the last rank adds
-them up and sends the norm back, with the other numbers of the step. The state is a tuple with a
-tree for each rank, of None for ranks of other processes. Ranks that share a leaf of embedding and
-head all apply the same update.
+The global norm is computed across ranks: each rank sums the squares of its gradients; the last rank
+adds these sums and sends the norm to all ranks, with the other numbers of the step. The state is a
+tuple with one tree per rank; trees of other processes' ranks have None in place of arrays. Ranks
+that share a leaf of embedding and head all apply the same update.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,11 +38,11 @@ from ppctl.training.pipeline.engines.update_programs import UpdatePrograms
 from ppctl.training.pipeline.optimizers import Optimizer
 
 Tree = Any
-STATE = ("params", "optimizer", "step")  # names in a rank's state
+STATE = ("params", "optimizer", "step")  # keys of a rank's state
 
 
 class Mpmd:
-    """An `Engine` that dispatches a step in the order of its schedule."""
+    """An `Engine` that dispatches the programs of a step in schedule order."""
 
     step_plan = "step"  # the name of a train step's plan
 
@@ -54,7 +54,7 @@ class Mpmd:
         scheduled: ScheduledStep,
         optimizer: Optimizer,
         lr_schedule: optax.Schedule | None = None,
-        compiler_options: Mapping[str, Any] | None = None,  # XLA's, as for jax.jit
+        compiler_options: Mapping[str, Any] | None = None,  # XLA options, as for jax.jit
     ):
         # 1. the request
         self.layout = layout = states.layout
@@ -72,16 +72,16 @@ class Mpmd:
         self.roles = rank_roles(model, layout, self.stage_roles)
         self.ranks = range(len(self.roles))
         self.first, self.last = layout.rank_of[0], layout.rank_of[-1]
-        # 3. parameters on ranks, programs, values given
+        # 3. parameters on ranks, programs, readers of the batch
         used = [model.used_by(here.has_first, here.has_head) for here in self.roles]
         holders = [tuple(r for r in self.ranks if used[r][i]) for i in range(len(model.shared))]
         self.division = Division(layout, model.embed_head, holders)
         library = UpdatePrograms(self, optimizer, lr_schedule).library
         self.runtime = Runtime(self.division.submeshes, library, compiler_options)
         self.vocab_parts = model.axes.vocab_parts
-        readers = {"inputs": [self.first], "targets": [self.last]}  # the ranks that read them
+        readers = {"inputs": [self.first], "targets": [self.last]}  # ranks that read each
         self.readers = dict.fromkeys(readers, self.ranks) if self.vocab_parts else readers
-        # 4. the rank whose copy of a step's numbers this process reads
+        # 4. the local rank whose copy of a step's numbers this process reads
         self.read_at = next(r for r in (self.last, *self.ranks) if self.runtime.is_mine[r])
         self.walks: dict[str, Walk] = {}
 
@@ -101,7 +101,10 @@ class Mpmd:
         return self.division.split(jax.block_until_ready(staged))
 
     def _alone(self, whole: Callable[[], Tree]) -> Tree:
-        """Return the result of `whole`, run alone: whole-mesh programs take no turns."""
+        """Return whole(), run after all dispatched programs have ended.
+
+        Programs of the whole mesh take no turns, so only this wait orders them after the ranks'.
+        """
         self.runtime.wait()
         self.runtime.connect()
         return jax.block_until_ready(whole())
@@ -121,7 +124,7 @@ class Mpmd:
         of_rank = lambda r: {name: placed(r, shapes[name, r]) for name in STATE}  # noqa: E731
         return tuple(of_rank(r) if self.runtime.is_mine[r] else None for r in self.ranks)
 
-    # the values that plans start from, by key: (name, rank), or (name, rank, microbatch)
+    # first values of the plans, by key: (name, rank) or (name, rank, microbatch)
 
     @cached_property
     def batches(self) -> PlacedBatches:
@@ -132,7 +135,7 @@ class Mpmd:
 
     @cached_property
     def _numbers(self) -> dict[Key, np.ndarray]:
-        """Numbers of microbatches, of parts of the vocabulary, and those that make keys."""
+        """Numbers of microbatches and vocabulary parts; layer numbers and seeds for random keys."""
         has_key = self.model.inputs.has_key
         readers = {rank for ranks in self.readers.values() for rank in ranks}
         found: dict[Key, np.ndarray] = {
@@ -153,16 +156,16 @@ class Mpmd:
         return {key: self.runtime.numbers(value, key[1]) for key, value in self._numbers.items()}
 
     def given(self, state: Tree, batch: Mapping[Key, Tree]) -> dict[Key, Tree]:
-        """Return the values of a state, a batch and numbers."""
+        """Return the first values of a plan: state, batch and numbers."""
         return {**batch} | self.of_state(state) | self._placed_numbers
 
     def of_state(self, state: Tree) -> dict[Key, Tree]:
-        """Return the values of a state: a tree for each rank."""
+        """Return the trees of a state by (name, rank)."""
         return {(name, r): tree for r, each in enumerate(state) for name, tree in each.items()}
 
     @cached_property
     def given_shapes(self) -> dict[Key, Tree]:
-        """Their shapes, with shardings on a submesh."""
+        """The shapes of the first values of a plan, with shardings on a submesh."""
         shape, described = self.runtime.shape, self.division.described
         shapes: dict[Key, Tree] = {
             key: shape(self.batch_shapes[key[0]], P(DATA_AXES)) for key in self.batches.shardings
@@ -174,7 +177,7 @@ class Mpmd:
 
     @property
     def _given_bytes(self) -> list[dict[str, int]]:
-        """The bytes of each rank's state and batch on one device, by name."""
+        """For each rank, the bytes of its state and batch on one device, by name."""
         found: list[dict[str, int]] = [{} for _ in self.ranks]
         for (name, rank, *_), shapes in self.given_shapes.items():
             if name in STATE or name in self.readers:
@@ -209,22 +212,22 @@ class Mpmd:
     def step_by_step(
         self, state: Tree, batch: Tree
     ) -> tuple[Tree, dict[str, jax.Array], dict[Task, float]]:
-        """Run `step`, one program at a time; return also the seconds of each task."""
+        """Run `step` one program at a time; return also the seconds of each task."""
         seconds: dict[Task, float] = {}
         walk = self.walk(self.step_plan).timed(seconds)
         return *self.run_step(walk, state, batch), seconds
 
     def run_step(self, walk: Walk, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
-        """Return (next state, metrics) of a compiled plan of a step."""
+        """Return (next state, metrics) after running the compiled plan of a step."""
         found = walk.run(self.given(state, batch))
         return self.state_of(found), self.metrics_of(found)
 
     def dispatched(self) -> list[list[tuple[str, Task | None]]]:
-        """Return for each rank the programs of a step in order: (module name, task or None)."""
+        """Return each rank's programs of a step in dispatch order: (module name, task or None)."""
         return self.walk(self.step_plan).programs
 
     def devices(self) -> list[int]:
-        """Return for each rank the id of its first device."""
+        """Return the id of each rank's first device."""
         return [submesh.devices.flat[0].id for submesh in self.division.submeshes]
 
     def state_of(self, found: Mapping[Key, Tree], prefix: str = "") -> Tree:
@@ -232,7 +235,7 @@ class Mpmd:
         return tuple({name: found[prefix + name, r] for name in STATE} for r in self.ranks)
 
     def metrics_of(self, found: Mapping[Key, Tree]) -> dict[str, jax.Array]:
-        """Return the metrics among the values of a step's walk, readable in this process."""
+        """Return the metrics among the values of a step's walk, from a rank of this process."""
         return {name: found["numbers", self.read_at][name] for name in self.metric_names}
 
     def loss(self, state: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
@@ -247,7 +250,7 @@ class Mpmd:
         return found["loss", self.read_at], self._alone(lambda: to_natural(join(of_ranks, shapes)))
 
     def walk(self, what: str) -> Walk:
-        """Return the compiled plan of that name."""
+        """Return the compiled plan of this name, compiled at the first call."""
         if what not in self.walks:
             given = self.given_shapes
             if what == "redo":
@@ -259,12 +262,12 @@ class Mpmd:
         return self.walks[what]
 
     def plan(self, what: str) -> tuple[list[PlanEntry], list[Key]]:
-        """Return (a plan, the keys of the values that it leaves).
+        """Return (the plan of this name, the keys of its results).
 
-        step: a train step. loss: the mean loss and number of a batch, by forwards only. grads: loss
-        and gradients. try: a step in which each rank updates, unclipped, as soon as its gradients
-        are ready, before the norm is formed. redo: the update of a tried step, from the state
-        before it and its `outcome`.
+        step: a train step. loss: the mean loss of a batch and the number of losses, by forwards
+        only. grads: loss and gradients. try: a step with unclipped updates: each rank updates as
+        soon as its gradients are ready, before the norm is known. redo: the update of a tried step
+        again, from the state before the step and its `outcome`.
         """
         # 1. the tasks
         if what == "redo":
@@ -301,22 +304,22 @@ class Mpmd:
 
     @property
     def outcome(self) -> list[Key]:
-        """The values of a tried step that `redo` reads."""
+        """The keys of the values of a tried step that `redo` reads."""
         return [key for r in self.ranks for key in (*self._grads(r), ("numbers", r))]
 
     def _mean(self) -> list[PlanEntry]:
-        """Return entries from the sums of losses (of all parts of the vocabulary) to their mean."""
+        """Return the entries that add the ranks' sums of losses and compute the mean."""
         moves, reads = self._to_last("losses", self.ranks if self.vocab_parts else [self.last])
         return [*moves, self._op("mean", self.last, reads, [("loss",), ("number",)])]
 
     def _to_last(self, name: str, ranks: Sequence[int]) -> tuple[list[PlanEntry], list[Key]]:
-        """Return (moves of a value of some ranks to the last rank, keys of all of them there)."""
+        """Return (moves of a value from `ranks` to the last rank, the keys of the copies there)."""
         there = {r: (name if r == self.last else f"{name}_there", r) for r in ranks}
         moves = [transfer_entry(r, (name, r), self.last, there[r]) for r in ranks if r != self.last]
         return moves, [*there.values()]
 
     def _norm(self) -> list[PlanEntry]:
-        """Return entries from gradients to a step's numbers; the last rank adds all squares."""
+        """Return the entries that compute a step's numbers; the last rank adds all squares."""
         writes = ("squares", *self.counts)
         ops = [
             self._op("squares", r, [("grads", r)], [(name, r) for name in writes])
@@ -346,9 +349,9 @@ class Mpmd:
         return rank_entry(kind, self.roles[rank], rank, reads, writes)
 
     def _sent(self, name: str) -> list[PlanEntry]:
-        """Return the moves of a value of the last rank to all, as (name, rank)."""
+        """Return the moves of a value from the last rank to all ranks, with key (name, rank)."""
         return [transfer_entry(self.last, (name,), r, (name, r)) for r in self.ranks]
 
     def _grads(self, rank: int) -> list[Key]:
-        """Return the keys of a rank's gradients; shared leaves come from the rank that adds."""
+        """Return the keys of a rank's gradients; another rank may add those of shared leaves."""
         return [("grads", rank)] + [("shared", rank)] * (self.roles[rank].shared == "gives")

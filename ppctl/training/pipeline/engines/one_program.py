@@ -1,4 +1,4 @@
-"""The engine of executors whose step is one XLA program on the mesh: spmd and reference."""
+"""The engine of executors that run a step as one XLA program on the mesh: spmd, reference."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,7 +29,8 @@ STATE_PARTS = {"parameters": "params", "optimizer": "optimizer"}
 class OneProgram:
     """An `Engine` with a staged state; `loss_and_grads_of` and `loss_of` take staged parameters.
 
-    Every engine has the public methods of this one down to `loss_and_grads`.
+    Every engine has these methods, except `train_step`, `placed_batch` and the methods that trace,
+    lower and compile one program.
     """
 
     states: States
@@ -38,21 +39,21 @@ class OneProgram:
     loss_of: Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]
     optimizer: Optimizer
     lr_schedule: optax.Schedule | None = None
-    held: Mapping[str, int] = field(default_factory=dict)  # bytes of the executor on a device
+    held: Mapping[str, int] = field(default_factory=dict)  # bytes of buffers on a device, by part
     flags: Flags = ()  # compiler options
-    takes_key: bool = False  # whether layers have a key
+    takes_key: bool = False  # whether layers take a random key
     compiled: dict[str, jax.stages.Compiled] = field(default_factory=dict)
 
     def new_state(self, seed: int | None = None) -> Tree:
-        """Return the initial state: a function of model and seed. None: the seed of the request."""
+        """Return the initial state of model and seed; seed=None: the seed of the request."""
         return self.states.new(seed)
 
     def to_natural(self, state: Tree) -> Tree:
-        """Return a state in natural order on the whole mesh, as checkpoints hold it."""
+        """Return a state in natural order, as in checkpoints, on the whole mesh."""
         return self.states.to_natural(state)
 
     def from_natural(self, state: Tree) -> Tree:
-        """Return the engine's state from one in natural order."""
+        """Return the engine's state from a state in natural order."""
         return self.states.to_staged(state)
 
     def share(self, rank: int) -> Tree:
@@ -71,7 +72,7 @@ class OneProgram:
 
     @cached_property
     def batches(self) -> PlacedBatches:
-        """The placing of global batches for `step`, and this process's examples of them."""
+        """The placement of global batches for `step`, and this process's examples."""
         sharding = NamedSharding(self.states.layout.mesh, P(DATA_AXES))
         return PlacedBatches(self.batch_shapes, dict.fromkeys(self.batch_shapes, sharding))
 
@@ -84,7 +85,7 @@ class OneProgram:
 
     @cached_property
     def _seed_key(self) -> dict[str, np.ndarray]:
-        """The key of the seed, beside a batch, for layers with a key."""
+        """The key of the seed, an extra entry of batches for layers with a random key."""
         return {SEED: key_of_seed(self.states.seed)} if self.takes_key else {}
 
     @property
@@ -92,7 +93,7 @@ class OneProgram:
         return train_step(self.loss_and_grads_of, self.optimizer, self.lr_schedule)
 
     def trace_train_step(self) -> jax.stages.Traced:
-        """Trace the train step (state, batch) -> (state, metrics), state donated."""
+        """Trace the train step (state, batch) -> (state, metrics), which donates the state."""
         everywhere = NamedSharding(self.states.layout.mesh, P())
         out = shardings_of(self.states.staged), everywhere
         step = jax.jit(self.train_step, donate_argnums=0, out_shardings=out)
@@ -113,13 +114,14 @@ class OneProgram:
         return Footprint(temp_bytes(step), (total_bytes(step),) * ranks, step.as_text() or "")
 
     def compile_program(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        """Return a lowered program compiled with the options of training."""
+        """Compile a lowered program with the compiler options of training."""
         return lowered.compile(dict(self.flags) or None)
 
     def memory(self, temporaries: Temporaries | None = None) -> tuple[dict[str, int], ...]:
-        """Return for each rank the bytes of one device by part, from shapes.
+        """Return the bytes of one device by part, for each rank, from shapes.
 
-        temporaries: those of each program; None: as compiled, if it is, the rest of all.
+        temporaries: gives the bytes of a program's temporaries. None: the compiled step's total
+        minus the other parts; no temporaries before `compile`.
         """
         staged, step = self.states.staged, self.compiled.get("step")
         of_rank = {name: shard_bytes(staged[key]) for name, key in STATE_PARTS.items()}
@@ -128,7 +130,7 @@ class OneProgram:
             of_rank["temporaries"] = temporaries(None)
         elif step is not None:
             rest = total_bytes(step) - sum(of_rank.values())
-            if rest < 0:  # the program reads layers where the parameters are
+            if rest < 0:  # the program reads layers from the parameters, without a copy
                 of_rank["weights"] = max(0, of_rank.get("weights", 0) + rest)
             of_rank["temporaries"] = max(0, rest)
         return (of_rank,) * self.states.layout.mesh.shape["pp"]
@@ -141,14 +143,14 @@ class OneProgram:
         return StepPrograms([step], [])
 
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
-        """Return (next state, {"loss", attached losses, "grad_norm", and "lr" if known}).
+        """Return (next state, metrics: "loss", attached losses, "grad_norm", and "lr" if known).
 
-        After `compile`; takes the memory of the state.
+        Requires `compile`. The memory of `state` is reused.
         """
         return self.compiled["step"](state, batch | self._seed_key)
 
     def loss(self, state: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
-        """Return (mean loss of a batch, number of losses); after `compile(evaluate=True)`."""
+        """Return (mean loss of a batch, number of losses); requires `compile(evaluate=True)`."""
         return self.compiled["loss"](state["params"], batch)
 
     def loss_and_grads(self, state: Tree, batch: Tree) -> tuple[jax.Array, Tree]:

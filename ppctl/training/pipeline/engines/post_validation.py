@@ -1,10 +1,11 @@
-"""Zero-bubble's post-validation around the mpmd engine (Qi et al. 2023, section 4).
+"""Post-validation of the mpmd engine's updates (zero bubble: Qi et al. 2023, section 4).
 
 Each rank updates as soon as its gradients are ready, as if the global norm needed no clipping, and
-goes on with the next step. The norm follows. If it fails the test, the kept state before the step
-takes the update again with clipping, and work from the wrong state is thrown away. A norm that is
-not finite leaves the state before the step, unless the optimizer has a rule for it, such as
-`optax.zero_nans`. This costs a second state and the gradients in memory.
+starts the next step. The norm arrives later. If the gradients must be clipped, the update is
+repeated with clipping from the kept state before the step, and the work from the wrong state is
+discarded. If the norm is not finite, the state before the step stays, unless the optimizer has a
+rule for such gradients, such as `optax.zero_nans`. The memory of a second state and of the
+gradients is the price.
 """
 
 import math
@@ -23,11 +24,14 @@ Tree = Any
 
 @dataclass
 class Attempt:
-    """A state that holds if the norm of its step does. `before` is None once it is settled."""
+    """A state that is valid if the norm of its step is finite and needs no clipping.
+
+    `before` is the state before the step, None once the attempt is settled.
+    """
 
     state: Tree
     before: Tree | None = None
-    outcome: dict | None = None  # values of the step to `state`, see `Mpmd.outcome`
+    outcome: dict | None = None  # values of the step for a repeated update, see `Mpmd.outcome`
     norm: jax.Array | None = None
 
     def block_until_ready(self) -> Self:
@@ -39,8 +43,8 @@ class Attempt:
 class PostValidated(Mpmd):
     """An `Engine` whose states are attempts.
 
-    max_norm: of the optimizer's clipping, or None. guards_finite: whether the optimizer has a rule
-    for gradients that are not finite.
+    max_norm: the optimizer's clipping norm, or None. guards_finite: whether the optimizer has a
+    rule for gradients that are not finite.
     """
 
     step_plan = "try"
@@ -93,7 +97,7 @@ class PostValidated(Mpmd):
         return super().loss_and_grads(self.settled(state), batch)
 
     def settled(self, attempt: Attempt) -> Tree:
-        """Return the right state; waits for the norm."""
+        """Return the valid state, after waiting for the norm and repeating the update if needed."""
         if attempt.before is not None:
             assert attempt.norm is not None, "a step has one"
             assert attempt.outcome is not None, "a step has one"

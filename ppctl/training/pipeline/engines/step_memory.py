@@ -1,4 +1,4 @@
-"""The memory of a step: compiled, and by part."""
+"""The memory of a step: totals of the compiled programs, and bytes by part."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ PARTS = (
     "temporaries",
 )
 SUMS = ("acc", "acc_embed_head", "sum", "grads", *SHARED)
-NAMES = {  # parts by the names of values in a plan of executor=mpmd
+NAMES = {  # part of each value name in a plan of executor=mpmd
     **dict.fromkeys(("params", "next_params"), "parameters"),
     **dict.fromkeys(("optimizer", "next_optimizer"), "optimizer"),
     **dict.fromkeys(("inputs", "targets"), "batch"),
@@ -25,22 +25,22 @@ Temporaries = Callable[[ProgramId | None], int]  # bytes on one device; None: on
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory of a step's compiled programs on top of state and batch."""
+    """The memory of a step's compiled programs."""
 
-    temp_bytes: int  # bytes of the device that needs most
-    total_bytes: tuple[int, ...]  # bytes of a device of each rank, all included; 0: others' rank
+    temp_bytes: int  # bytes of temporaries on the device that needs most
+    total_bytes: tuple[int, ...]  # bytes of a device of each rank, all included; 0: remote rank
     text: str  # text of the compiled program; "" for a step of many programs
 
 
 def by_part(held: Mapping[str, int]) -> dict[str, int]:
-    """Return bytes by part, in the order of PARTS, from bytes by the names of values.
+    """Return bytes by part, in the order of PARTS, from bytes by value name.
 
     >>> by_part({"params": 8, "stash": 2, "temporaries": 1})["activations"]
     2
     """
     found: dict[str, int] = dict.fromkeys(PARTS[:-1], 0)
     for name, size in held.items():
-        # a few numbers have no part
+        # scalars such as the loss have no part: count them as transfers
         part = name if name in PARTS else NAMES.get(name, "transfers")
         found[part] = found.get(part, 0) + size
     return found

@@ -1,4 +1,4 @@
-"""The programs of a step in every form of a compiler: jaxpr, StableHLO, HLO."""
+"""The programs of a step at every stage of compilation: jaxpr, StableHLO, HLO."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -25,9 +25,9 @@ class StepProgram:
     """A traced program of a step, lowered and compiled on demand."""
 
     name: str
-    mesh: Mapping[str, int]  # axes of the devices that run it together
+    mesh: Mapping[str, int]  # axis sizes of the devices that run it together
     ranks: tuple[int, ...]  # ranks that run it
-    runs: int  # runs on a rank in a step, at most
+    runs: int  # most runs on a rank in a step
     traced: jax.stages.Traced
     lower: Callable[[], jax.stages.Lowered]
     compile: Callable[[], jax.stages.Compiled]
@@ -46,7 +46,7 @@ class StepProgram:
 
     @cached_property
     def collectives(self) -> list[Collective]:
-        """The collectives of the compiled program, with their bytes and number of runs."""
+        """The collectives of the compiled program, with bytes and run counts."""
         return collectives(self.hlo, self.mesh)
 
     @property
@@ -55,30 +55,30 @@ class StepProgram:
         return temp_bytes(self.compiled)
 
     def text(self, form: str) -> str:
-        """Return the program in one of FORMS."""
+        """Return the program as text in one of FORMS."""
         if form == "jaxpr":
             return f"{self.traced.jaxpr}\n"
         return self.lowered.as_text() if form == "stablehlo" else self.hlo
 
 
 class Transfers(NamedTuple):
-    """The values that go from rank to rank in a step of executor=mpmd."""
+    """The values that one rank sends to another in a step of executor=mpmd."""
 
     sender: int
     receiver: int
     number: int
-    bytes: int  # bytes from one device
+    bytes: int  # bytes from one device in a step
 
 
 class StepPrograms(NamedTuple):
-    """The programs of a step; the transfers are those of executor=mpmd."""
+    """The programs of a step, and for executor=mpmd the transfers between them."""
 
     programs: list[StepProgram]
     transfers: list[Transfers]
 
 
 def compile_all(programs: Sequence[StepProgram]) -> None:
-    """Compile missing programs in parallel."""
+    """Compile the programs that are not compiled yet, in parallel."""
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         list(threads.map(lambda program: program.compiled, programs))
 
@@ -86,7 +86,7 @@ def compile_all(programs: Sequence[StepProgram]) -> None:
 def dispatched_programs(
     runtime: Runtime, ops: Sequence[PlanEntry], given: dict[Key, Any]
 ) -> StepPrograms:
-    """Return the programs and transfers of a dispatched plan; given: shapes of its first values."""
+    """Return the programs and transfers of a plan; given: the shapes of its first values."""
     # 1. the programs
     shapes = runtime.shapes(ops, given)
     users: dict[Any, list[PlanEntry]] = {}
@@ -115,7 +115,7 @@ def dispatched_programs(
 
 
 def _name(ops: Sequence[PlanEntry]) -> str:
-    """Return a program's kind and the stages or ranks that run it, which identify it."""
+    """Return the name of a program: its kind, and the stages or ranks that run it."""
     op = ops[0]
     assert op.program is not None, "a move has no program"
     if op.task is not None:
@@ -135,7 +135,7 @@ def _name_of(tasks: Sequence[Task]) -> str:
 
 
 def runs_text(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as text, with their runs as such.
+    """Return ascending numbers as text; consecutive numbers become a range.
 
     >>> runs_text([0, 1, 2, 5, 7, 8]), runs_text([])
     ('0-2 5 7-8', '')

@@ -1,4 +1,4 @@
-"""The arrays of training: states in natural order and staged, and a process's examples."""
+"""The arrays of training: states in natural and staged form, and a process's examples."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,17 +21,17 @@ class States:
 
     layout: Layout
     init: Callable[[int], Tree]  # seed -> the first state, in natural order
-    shapes: Tree  # those of `init`
+    shapes: Tree  # shapes of the result of `init`
     seed: int = 0
 
     @cached_property
     def natural(self) -> Tree:
-        """Shapes, dtypes and shardings of the state as checkpoints hold it."""
+        """Shapes, dtypes and shardings of the state in natural order, as in checkpoints."""
         return self._described(self.shapes, self.layout.natural_specs)
 
     @cached_property
     def staged(self) -> Tree:
-        """Shapes, dtypes and shardings of the state by stage."""
+        """Shapes, dtypes and shardings of the staged state."""
         shapes = jax.eval_shape(self.layout.to_staged, self.shapes)
         return self._described(shapes, self.layout.staged_specs)
 
@@ -41,7 +41,7 @@ class States:
         return jax.tree.map(shape, shapes, shardings)
 
     def new(self, seed: int | None = None) -> Tree:
-        """Return the initial state, staged, never whole on one device of several."""
+        """Return the initial state, staged and sharded; no device of several holds all of it."""
         seed = self.seed if seed is None else seed
         staged = lambda: self.layout.to_staged(self.init(seed))  # noqa: E731
         return jax.jit(staged, out_shardings=shardings_of(self.staged))()
@@ -65,10 +65,10 @@ def shardings_of(tree: Tree) -> Tree:
 
 @dataclass(frozen=True)
 class PlacedBatches:
-    """The placing of global batches on a mesh, or on the submeshes of the ranks that read them.
+    """The placement of global batches on a mesh, or on the submeshes of the ranks that read them.
 
-    shapes: of a global batch; shardings: those of the placed arrays, which divide only examples, by
-    name, or by (name, rank).
+    shapes: shapes of a global batch. shardings: shardings of the placed arrays by name or (name,
+    rank); they divide only the examples.
     """
 
     shapes: Mapping[str, Tree]
@@ -81,20 +81,20 @@ class PlacedBatches:
 
     @cached_property
     def examples(self) -> tuple[int, ...]:
-        """The examples of a global batch on this process's devices, ascending."""
+        """The numbers of a global batch's examples on this process's devices, ascending."""
         maps = (s.addressable_devices_indices_map((self.size,)) for s in self.shardings.values())
         held = (index[0] for places in maps for index in places.values() if index)
         return tuple(sorted({example for part in held for example in range(self.size)[part]}))
 
     def put(self, batch: Mapping[str, Any]) -> dict[Any, Tree]:
-        """Return a batch that holds only `examples` as global arrays [size, ...]."""
+        """Return global arrays [size, ...] from a batch of this process's `examples` only."""
         place = {example: i for i, example in enumerate(self.examples)}
 
         def one(array: Any, sharding: NamedSharding) -> jax.Array:
             values = np.asarray(array)
             dtype = jax.dtypes.canonicalize_dtype(values.dtype)  # 32 bits without x64
             values, shape = values.astype(dtype, copy=False), (self.size, *values.shape[1:])
-            if not sharding.addressable_devices:  # all devices are other processes'
+            if not sharding.addressable_devices:  # all devices belong to other processes
                 return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
             part = lambda index: values[[place[n] for n in range(self.size)[index[0]]]]  # noqa: E731
             return jax.make_array_from_callback(shape, sharding, part, dtype=dtype)

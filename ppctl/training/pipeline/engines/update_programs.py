@@ -1,4 +1,4 @@
-"""The programs of a rank after its gradients: mean loss, global norm, update."""
+"""The programs of executor=mpmd that run after the gradients: mean loss, norm, update."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +29,7 @@ Tree = Any
 
 
 class UpdatePrograms:
-    """The programs that follow the gradients: mean loss, global norm, update."""
+    """The programs of each rank after its gradients: mean loss, global norm, update."""
 
     def __init__(self, engine: Any, optimizer: Optimizer, lr_schedule: optax.Schedule | None):
         # 1. the specs of each rank's state
@@ -57,7 +57,7 @@ class UpdatePrograms:
         )
 
     def _specs(self, program: ProgramId, name: str) -> Tree | None:
-        """Return the specs of a value that these programs read or write, else None."""
+        """Return the specs of a value that these programs read or write; None for other values."""
         name = name.removeprefix("next_")
         is_updated = name == "params" and program.kind in ("update", "try")
         if name in ("optimizer", "step") or is_updated:
@@ -74,7 +74,7 @@ class UpdatePrograms:
         return loss / divisor(number), number
 
     def _scaled(self, grads: Tree, number: jax.Array, shared: Sequence[Tree]) -> Tree:
-        """Return gradients of the mean loss, with shared leaves from the rank that adds them."""
+        """Return gradients of the mean loss; shared leaves come from the rank that adds them."""
         if shared:
             embed_head = with_shared(grads["embed_head"], *shared)
             grads = grads | {"embed_head": embed_head}
@@ -85,7 +85,7 @@ class UpdatePrograms:
         return (self._scaled(grads, number, shared),)
 
     def _squares(self, program: ProgramId, grads: Tree) -> tuple:
-        # 1. of gradients
+        # 1. the squares of the gradients, by the axes that shard them
         updates = self.engine.model.stack.options.updates
         all_specs = self.library.specs(program, "grads")
         specs = jax.tree.leaves(without_counted(all_specs, updates))
@@ -97,7 +97,7 @@ class UpdatePrograms:
         squares = sum(sums, start=jnp.zeros((), jnp.float32))
         if not updates:
             return (squares,)
-        # 2. counts, whole on each device
+        # 2. the counts, gathered on each device
         counts = (counted_part(tree, updates) for tree in (grads, all_specs))
         return squares, jax.tree.map(gathered, *counts)
 
@@ -137,7 +137,7 @@ class UpdatePrograms:
         return state["params"], state["optimizer"], state["step"]
 
     def _try(self, program: ProgramId, *reads: Tree) -> tuple:
-        """Return the update that holds if the norm turns out to need no clipping."""
+        """Return the state after an unclipped update, valid if the norm needs no clipping."""
         *given, number = reads
         numbers = {"number": number, "grad_norm": jnp.zeros_like(divisor(number))}
         return self._update(program, *given, numbers)

@@ -1,7 +1,7 @@
-"""Metrics of a user: means of functions of the outputs and targets of each example or token.
+"""The user's metrics: means of functions of the outputs and targets of each example or token.
 
-In a step the head sums them with the number of losses, so that they are right for any schedule,
-microbatch count and mesh.
+In a step the head sums the metrics as it sums the number of losses. So their means are right for
+any schedule, microbatch count and mesh.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,16 +18,16 @@ from ppctl.training.pipeline.user_code import call_user_code
 
 Tree = Any
 Metric = Callable[[Tree, Tree], Any]  # outputs, {"targets"} -> values, or (values, weights)
-RESERVED = ("loss", "grad_norm", "lr", "number", "counts")  # numbers of a step
+RESERVED = ("loss", "grad_norm", "lr", "number", "counts")  # names already used by a step's numbers
 
 
 def with_metrics(
     stack: Stack, metrics: Mapping[str, Metric], shapes: Mapping[str, Any], dtype: jnp.dtype
 ) -> Stack:
-    """Return a model whose head counts metrics: see `ppctl.model.stack.divisor`.
+    """Return the model with a head that also sums metrics: see `ppctl.model.stack.divisor`.
 
-    shapes: of a batch; dtype: of compute. ConfigError for a wrong name, a model without outputs, or
-    a metric that fails or has no value for each example.
+    shapes: shapes of a batch. dtype: compute dtype. ConfigError for a wrong name, a model without
+    outputs, or a metric that fails or does not return a value for each example.
     """
     # 1. checks
     outputs = stack.options.outputs
@@ -42,7 +42,7 @@ def with_metrics(
                 f"than {', '.join(RESERVED)}."
             )
 
-    # 2. the head, tried on shapes
+    # 2. the head, checked on shapes
     def head(embed_head: Tree, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, Tree]:
         loss, number = stack.head(embed_head, x, targets)
         found = outputs(*jax.lax.stop_gradient((embed_head, x)))
@@ -63,10 +63,10 @@ def metric_sums(
     dtype: jnp.dtype,
     valid: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (sum of a metric's values by their weights, sum of weights), in at least float32.
+    """Return (weighted sum of a metric's values, sum of weights), in at least float32.
 
-    valid: which examples count; None: all. ConfigError for a metric that fails, or returns no value
-    for each example.
+    valid: booleans [examples], whether each example counts; None: all do. ConfigError for a metric
+    that fails or does not return a value for each example.
     """
     call = partial(metric, outputs, {"targets": targets})
     found = call_user_code(f"metric {name}", 'metric(outputs, {"targets"})', call)
@@ -75,7 +75,7 @@ def metric_sums(
     if values.shape[:1] != (number,):
         raise ConfigError(
             f"metric {name} returns the shape {values.shape} for {number} examples. Return a value "
-            f"for each example or token, [{number}, ...], without their mean."
+            f"for each example or token, [{number}, ...], not their mean."
         )
     wide = jnp.promote_types(dtype, jnp.float32)
     weights = jnp.broadcast_to(jnp.asarray(weights, wide), values.shape)

@@ -1,7 +1,8 @@
-"""Train steps and their state compared with those of the un-pipelined model, updated by optax.
+"""Compare train steps and their state with those of the un-pipelined model, updated by optax.
 
-`ppctl verify` prints it. The oracle, `PlainModel`, shares model, data and settings with training,
-but not the code of steps: that stands here a second time, on whole trees in natural order.
+`ppctl verify` prints the comparison. The oracle, `PlainModel`, shares model, data and settings with
+training, but not the code of a step: this file implements steps a second time, on whole trees in
+natural order.
 """
 
 import math
@@ -36,7 +37,7 @@ from ppctl.training.pipeline.unpipelined.whole_model import (
 )
 
 Tree = Any
-SHIFTS = (0.0, -1.0, 1.0)  # of the gradients, in tolerances; the first is the oracle
+SHIFTS = (0.0, -1.0, 1.0)  # shifts of the gradients, in tolerances; the first is the oracle
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,15 @@ class PlainSteps:
     """The expected first train steps. Trees: {"params", "optimizer"}, natural, on the host."""
 
     clip_norm: float | None
-    numbers: tuple[dict[str, float], ...]  # that each step reports, by name
+    numbers: tuple[dict[str, float], ...]  # metrics of each step, by name
     before: Tree
     after: Tree
-    slack: Tree  # changes of the numbers of `after` by the tolerance of gradients
+    slack: Tree  # change of `after` if gradients change by the tolerance
     eval_loss: float | None  # None: the request evaluates nothing
 
     @property
     def clipped(self) -> tuple[bool, ...]:
-        """Return for each step whether its gradients are clipped."""
+        """Whether the gradients of each step are clipped."""
         norm = math.inf if self.clip_norm is None else self.clip_norm
         return tuple(each["grad_norm"] >= norm for each in self.numbers)
 
@@ -61,23 +62,23 @@ class PlainSteps:
 class PlainModel:
     """The un-pipelined model of a job.
 
-    Batches are divided into mesh.dp*mesh.fsdp*num_microbatches parts as on devices, so that models
-    that mix the examples of a microbatch on purpose can be compared too.
+    Batches are divided into mesh.dp*mesh.fsdp*num_microbatches parts, as on devices, to compare
+    also models that mix the examples of a microbatch on purpose.
     """
 
     job: TrainingJob
     params: Tree
-    loss_and_grads: Callable[[Tree, Tree, int], tuple[dict[str, jax.Array], Tree]]  # of a step
+    loss_and_grads: Callable[[Tree, Tree, int], tuple[dict[str, jax.Array], Tree]]
     losses: Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]  # (params, batch) -> (sum, number)
 
     def run(self, num_steps: int, tolerance: float) -> PlainSteps:
         """Return the first train steps.
 
-        tolerance: of a gradient, relative to the largest of its array. Adam divides gradients by
-        their size, so that rounding noise may move a parameter as far as any gradient. So the
-        updates are repeated with gradients that are a tolerance larger and smaller.
+        tolerance: error of a gradient, relative to the largest of its array. Adam divides gradients
+        by their size, so rounding noise can move a parameter as far as any gradient. Therefore the
+        updates are repeated with gradients one tolerance larger and one smaller.
         """
-        # 1. the update of a state
+        # 1. the update of a state, with gradients shifted by `shift` tolerances
         config, data = self.job.config, self.job.data
         how: dict[str, Any] = {"on_nonfinite": config.run.on_nonfinite}
         optimizer, lr_schedule = make_optimizer(config.optim, config.run.num_steps, **how)
@@ -91,7 +92,7 @@ class PlainModel:
             given, grads = grads, without_counted(grads, counted)
             clipping = optax.clip_by_global_norm(max_norm)
             grads, _ = clipping.update(grads, clipping.init(grads))
-            least = rounding_of(grads)  # where an array of gradients is 0 but for rounding
+            least = rounding_of(grads)  # smallest shift, for gradients that cancel to 0
             size = lambda g: jnp.maximum(tolerance * jnp.abs(g).max(), least)  # noqa: E731
             grads = jax.tree.map(lambda g: g + (shift * size(g)).astype(g.dtype), grads)
             trained, grads = map(by_layer, (trained_of(state["params"]), grads))
@@ -101,7 +102,7 @@ class PlainModel:
             params = with_updated(params, given, counted, 1)
             return {"params": params, "optimizer": optimizer_state}
 
-        # 2. the steps
+        # 2. the steps, for each shift
         trained = by_layer(trained_of(self.params))
         before = {"params": self.params, "optimizer": jax.device_get(optimizer.init(trained))}
         states, numbers = [before] * len(SHIFTS), []
@@ -113,7 +114,7 @@ class PlainModel:
             pairs = zip(states, SHIFTS, strict=True)
             updated = [compiled_update(state, grads, max_norm, shift) for state, shift in pairs]
             states = jax.device_get(updated)
-        # 3. what they leave
+        # 3. the final states, their difference, and an evaluation
         before, after, *shifted = (jax.device_get(stacked(state)) for state in (before, *states))
         largest = lambda a, *others: np.max([np.abs(b - a) for b in others], axis=0)  # noqa: E731
         slack, eval_loss = jax.tree.map(largest, after, *shifted), None
@@ -126,14 +127,14 @@ class PlainModel:
 
 
 def by_layer(params: Tree) -> Tree:
-    """Return {"embed_head", "layers"} with a list of layers: the tree that optimizers take."""
+    """Return {"embed_head", "layers"} with a list of layers: the tree that optimizers get."""
     number = next((len(a) for a in jax.tree.leaves(params["layers"])), 0)
     layers = [jax.tree.map(lambda a, l=l: a[l], params["layers"]) for l in range(number)]
     return {**params, "layers": layers}
 
 
 def stacked(tree: Tree) -> Tree:
-    """Return a tree, or a state with such trees, in natural order, from the result of `by_layer`.
+    """Return a tree in natural order from a result of `by_layer`, or a state with such trees.
 
     >>> jax.tree.map(len, stacked(({"layers": [{"w": 1.0}, {"w": 2.0}]},)))
     ({'layers': {'w': 2}},)
@@ -160,11 +161,11 @@ def _norm(tree: Tree) -> float:
 
 @dataclass(frozen=True)
 class StepComparison:
-    """The numbers of a train step."""
+    """The compared numbers of a train step."""
 
     step: int  # 1, 2, ...
     loss: Number
-    grad_norm: Number  # before clipping
+    grad_norm: Number  # norm before clipping
     lr: Number
     attached: dict[str, Number]  # losses that layers attach
     is_clipped: bool
@@ -172,7 +173,7 @@ class StepComparison:
 
 @dataclass(frozen=True)
 class TrainingComparison:
-    """Train steps, their final state, and an evaluation of it."""
+    """The comparison of train steps, their final state, and its evaluation."""
 
     clip_norm: float | None
     steps: tuple[StepComparison, ...]
@@ -181,7 +182,7 @@ class TrainingComparison:
 
 
 def compare_training(job: TrainingJob, plain: PlainSteps, state: Tree) -> TrainingComparison:
-    """Return train steps compared, which take the memory of `state`, the initial one."""
+    """Return the comparison of train steps from the initial `state`, whose memory is reused."""
     # 1. the steps
     engine, data, stack = job.pipe.engine, job.data, job.pipe.stack
     engine.compile(evaluate=job.config.run.eval_every is not None)
@@ -193,7 +194,7 @@ def compare_training(job: TrainingJob, plain: PlainSteps, state: Tree) -> Traini
         found = {name: compared(numbers[name], each) for name, each in wanted.items()}
         of_step = (found.pop(name) for name in (LOSS, "grad_norm", "lr"))
         steps.append(StepComparison(step, *of_step, attached=found, is_clipped=is_clipped))
-    # 2. their state, and its evaluation
+    # 2. the final state, and its evaluation
     eval_loss = None
     if plain.eval_loss is not None:
         eval_loss = compared(evaluate(engine, data, job.num_eval_batches, state), plain.eval_loss)

@@ -1,4 +1,4 @@
-"""A pipeline's loss and gradients compared with those of its model without one: `ppctl.verify`."""
+"""`ppctl.verify`: compare a pipeline's loss and gradients with those of the un-pipelined model."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,13 +21,14 @@ from ppctl.training.pipeline.unpipelined.whole_model import (
 
 Tree = Any
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 5e-2}  # max|difference|/max|reference|
-ROUNDINGS = 8.0  # roundings of the largest number by which another order of sums may differ
-SLACKS = 2.0  # times the change of a state's number by the tolerance of gradients
+ROUNDINGS = 8.0  # allowed roundings of the largest number: sums differ in order
+# allowed error of a state, relative to its change if gradients change by the tolerance
+SLACKS = 2.0
 
 
 @dataclass(frozen=True)
 class Number:
-    """The comparison of a number. error: |difference| / |reference|; absolute if that is 0."""
+    """The comparison of a number. error: |difference| / |reference|; |difference| if that is 0."""
 
     value: float
     reference: float
@@ -36,35 +37,36 @@ class Number:
 
 @dataclass(frozen=True)
 class Leaf:
-    """The comparison of an array; error: relative to max_abs.
+    """The comparison of an array.
 
-    max_abs: of the reference; of a state, of its change in all steps. layer: the worst of stacked
-    layers, or a network's that uses it; None: no layer.
+    max_abs: the largest entry of the reference; for a state, of its change in all steps. error: the
+    largest difference, relative to max_abs. layer: the worst of stacked layers, or the layer of a
+    network that uses the array; None: no layer.
     """
 
     name: str
     shape: tuple[int, ...]
-    norm: float  # of all entries
+    norm: float  # 2-norm of all entries
     max_abs: float
-    max_difference: float  # largest |difference|
+    max_difference: float  # largest difference, absolute
     error: float
     layer: int | None
 
 
 @dataclass(frozen=True)
 class Verification:
-    """Loss and gradients of a batch next to those of the un-pipelined model.
+    """The comparison of loss and gradients with those of the un-pipelined model.
 
-    Errors are relative: of an array to its largest entry. Up to `tolerance` they are rounding.
+    Errors are relative, for an array to its largest entry. Errors up to `tolerance` are rounding.
     """
 
     loss: Number
-    gradients: tuple[Leaf, ...]  # by the names of the author's parameters
+    gradients: tuple[Leaf, ...]  # one per parameter, with the author's names
     tolerance: float
 
     @property
     def worst(self) -> Leaf:
-        """The gradient of the largest error."""
+        """The gradient with the largest error."""
         return worst_of(self.gradients)
 
     @property
@@ -75,17 +77,21 @@ class Verification:
 
 
 def verify(pipe: Pipeline, batch: Mapping[str, Any], seed: int | None = None) -> Verification:
-    """Return a pipeline's loss and gradients compared with plain autodiff through its whole model.
+    """Compare a pipeline's loss and gradients with plain autodiff through its un-pipelined model.
 
-    The comparison is as sharp as the dtypes: with compute and parameters in float64 a wrong
-    schedule cannot hide behind rounding (tolerance 1e-10; float32 1e-4, bfloat16 5e-2).
+    The tolerance depends on the dtypes of compute and parameters: float64 1e-10, float32 1e-4,
+    bfloat16 5e-2. In float64, rounding cannot hide a wrong schedule.
 
     Args:
-        batch: Of the pipeline's size.
-        seed: Of the initial parameters; None: the pipeline's.
+        pipe: The pipeline. Its un-pipelined model runs on one device, which must hold it.
+        batch: {"inputs", "targets"} of the pipeline's batch size.
+        seed: Seed of the initial parameters; None: the pipeline's seed.
 
-    ConfigError: the batch has other shapes or values than the pipeline takes. The un-pipelined
-    model runs on one device.
+    Returns:
+        The comparison; `ok` is whether all errors are within the tolerance.
+
+    Raises:
+        ConfigError: The batch has shapes or values that do not fit the pipeline.
     """
     arrays = on_host(batch, pipe.batch_shapes, pipe.stack)
     state = pipe.init(seed)
@@ -101,9 +107,10 @@ def verify_gradients(
     state: Tree,
     batch: Tree,
 ) -> Verification:
-    """Return loss and gradients of a batch, compared; state: the initial one, kept.
+    """Return the comparison of loss and gradients of a batch; `state` stays usable.
 
-    plain: loss and gradients without a pipeline; params: of `state`, natural.
+    plain: function of loss and gradients without a pipeline. params: parameters of `state`, the
+    initial state, in natural order.
     """
     loss, grads = pipe.loss_and_grads(state, batch)
     losses, expected = jax.device_get(plain(params, batch, 0))
@@ -115,7 +122,7 @@ def verify_gradients(
 
 
 def tolerance_of(pipe: Pipeline) -> float:
-    """Return the largest error that counts as rounding, by the dtypes of compute and parameters."""
+    """Return the largest error that counts as rounding, for the compute and parameter dtypes."""
     held = {str(a.dtype) for a in jax.tree.leaves(pipe.states.natural["params"])}
     return max(TOLERANCE[dtype] for dtype in {*held, str(pipe.dtype)} & {*TOLERANCE})
 
@@ -131,14 +138,14 @@ def compared(value: Any, reference: Any) -> Number:
 
 
 def rounding_of(grads: Tree) -> Any:
-    """Return the largest rounding of a gradient that sums to 0, by the largest of all."""
+    """Return the absolute tolerance for gradients that cancel to 0, given all gradients."""
     leaves = jax.tree.leaves(grads)
     largest = jnp.stack([jnp.abs(g).max() for g in leaves]).max()
     return ROUNDINGS * jnp.finfo(leaves[0].dtype).eps * largest
 
 
 def in_layers(stack: Stack, leaves: Iterable[Leaf]) -> tuple[Leaf, ...]:
-    """Return the leaves with the layers of a network's parameters; of other models as they are."""
+    """Return the leaves, with the layer of each parameter if the model is a network."""
     network = stack.options.network
     layers = () if network is None else network.contents[1:-1]
     layer_of = {f"/{name}": int(held.name) for held in layers for name in held.params}
@@ -155,11 +162,12 @@ def compare_trees(
 ) -> Iterator[Leaf]:
     """Yield the comparison of each array of two trees in natural order.
 
-    before, slack: of a state, its start, and changes of its numbers by rounding of gradients. Its
-    errors are differences beyond that, relative to the largest change. Other errors are relative to
-    the largest entry, or to `least` where that is larger: below it all is rounding.
+    Errors are relative to the largest entry of the array, or to `least` if that is larger: entries
+    below `least` are rounding. before: for a state, its initial value. slack: changes of the state
+    that rounding of gradients can cause; larger differences are errors, relative to the largest
+    change since `before`.
     """
-    # 1. arrays side by side; optimizers nest the same arrays differently
+    # 1. pair the arrays; optimizers nest the same arrays differently
     flat, treedef = jax.tree_util.tree_flatten_with_path(expected)
     nothing: list[Any] = [None] * len(flat)
     others = (nothing if tree is None else treedef.flatten_up_to(tree) for tree in (before, slack))
@@ -174,7 +182,7 @@ def compare_trees(
             change = want - np.asarray(start, np.float64)
             allowed = SLACKS * np.asarray(moved) + rounding * np.abs(want).max()
             excess = np.maximum(difference - allowed, 0.0)
-        # 3. the largest, and where it is
+        # 3. the largest difference and its layer
         max_abs = float(np.abs(change).max())
         part = next((key for key in map(_key, path) if key in ("embed_head", "layers")), None)
         is_stacked = part == "layers" and difference.ndim > 0
@@ -190,7 +198,7 @@ def compare_trees(
 
 
 def worst_of(leaves: Sequence[Leaf]) -> Leaf:
-    """Return the leaf of the largest error."""
+    """Return the leaf with the largest error; NaN is larger than any number."""
     return max(leaves, key=lambda leaf: (math.isnan(leaf.error), leaf.error))
 
 

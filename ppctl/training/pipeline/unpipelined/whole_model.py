@@ -1,8 +1,8 @@
 """The un-pipelined model on all devices of a pipeline's mesh: predictions, losses and metrics.
 
-Every device computes other examples with the whole model, whose layers XLA gathers from where the
-pipeline keeps them. So results do not depend on schedule, executor or mesh, and any number of
-examples will do: the last group is filled with copies of an example that count for nothing.
+Each device computes some of the examples with the whole model; XLA gathers the layers from the
+devices of the pipeline. So results do not depend on schedule, executor or mesh. Any number of
+examples is possible: copies of the first example fill the last group, with weight 0.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +29,7 @@ Tree = Any
 class WholeModel:
     """The model of a pipeline without its stages.
 
-    metrics: functions by name, see `ppctl.pipeline`. num_examples: those of a device at a time.
+    metrics: functions by name, see `ppctl.pipeline`. num_examples: examples of a device at a time.
     """
 
     stack: Stack
@@ -63,7 +63,7 @@ class WholeModel:
     def _sums_of(
         self, params: Tree, batch: Tree, valid: jax.Array
     ) -> dict[str, tuple[jax.Array, jax.Array]]:
-        """Return (sum, weight) of the loss and of each metric; valid: which examples count."""
+        """Return (sum, weight) of the loss and each metric; valid: whether an example counts."""
         losses, numbers, outputs = by_example(self.stack, dtype=self.dtype)(params, batch)
         total = lambda a: jnp.where(valid, a, 0).sum()  # noqa: E731
         sums = {"loss": (total(losses), total(numbers))}
@@ -72,7 +72,7 @@ class WholeModel:
         return sums
 
     def _groups(self, batch: Mapping[str, np.ndarray]) -> Iterator[tuple[Tree, jax.Array]]:
-        """Yield (examples of all devices, whether each counts) of one size."""
+        """Yield groups of examples for all devices, padded to one size: (group, valid [size])."""
         number, size = num_examples(batch["inputs"]), self.mesh.size * self.num_examples
         sharding = NamedSharding(self.mesh, P(self.mesh.axis_names))
         put = lambda a: jax.make_array_from_callback(a.shape, sharding, a.__getitem__)  # noqa: E731
@@ -84,9 +84,9 @@ class WholeModel:
 
 
 def of_author(stack: Stack, tree: Tree) -> Tree:
-    """Return a tree with each subtree of parameters' form by the names of a network's author.
+    """Return a tree with each parameters-like subtree in the form of the network's author.
 
-    Trees of other models stay as they are.
+    Trees of models that are not networks stay unchanged.
     """
     network = stack.options.network
     if network is None:
@@ -97,17 +97,17 @@ def of_author(stack: Stack, tree: Tree) -> Tree:
 
 
 def initial_params(stack: Stack, seed: int) -> Tree:
-    """Return the initial parameters of a model, in natural order, on the host."""
+    """Return the initial parameters of a model on the host, in natural order."""
     return jax.device_get(compiled_quickly(lambda: init(stack, seed))())
 
 
 def plain_functions(
     stack: Stack, dtype: jnp.dtype, num_parts: int, seed: int
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the functions of a model by plain autodiff, of batches in num_parts parts.
+    """Return a model's functions by plain autodiff, on batches in num_parts parts.
 
-    (params, batch, step) -> (losses, gradients); (params, batch) -> (sum of losses, number). seed:
-    of the keys of layers.
+    They are (params, batch, step) -> (mean losses, gradients), and (params, batch) -> (sum of
+    losses, number of losses). seed: seed of the layers' random keys.
     """
     of_parts = partial(reference, stack, remat="none", dtype=dtype)
     mean_loss = of_parts(num_microbatches=1, with_grads=False)
@@ -127,6 +127,6 @@ def plain_functions(
 
 
 def compiled_quickly(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function to be compiled quickly, since it runs a few times."""
+    """Return the jitted function with options for quick compilation, since it runs a few times."""
     options = cpu_options("once") if jax.default_backend() == "cpu" else None
     return jax.jit(function, compiler_options=options)
