@@ -249,6 +249,19 @@ def test_what_devices_of_a_stage_send_is_counted_beside_what_one_of_them_compute
     )  # of all devices of three ranks
 
 
+def test_sends_of_vocabulary_parts_are_counted_too():
+    """By the tasks of each rank, where all of their seconds are sends."""
+    asked = replace(DIVIDED, schedule=replace(DIVIDED.schedule, vocab="parallel"))
+    found = times(asked, 0.0, 0.0)
+    slow = replace(found, planned=on(replace(FREE, link=Link(1.0, 1e30)), found.job))
+    of_ranks = [
+        sum(slow.costs.seconds(task.kind, task.stage, 1) for task in tasks)
+        for tasks in found.job.pipe.schedule.ranks
+    ]
+    assert {"S", "T"} & {task.kind for task in found.job.pipe.schedule.ranks[0]}
+    assert slow.found.sent_s == pytest.approx(max(of_ranks))
+
+
 def test_one_device_of_a_divided_rank_runs_its_tasks():
     asked = replace(
         DIVIDED, model=replace(DIVIDED.model, num_layers=2), mesh=config.Mesh(1, 2, 1, tp=2)

@@ -70,7 +70,7 @@ class Rehearsal:
     step_time_s: float
     per_step_overhead_s: float  # part of the step: gathers, gradient sums, optimizer
     step_cpu_s: float | None  # CPU seconds of all devices; None for accelerators
-    sent_s: float  # predicted seconds of sends inside stages in a step, on the slowest rank
+    sent_s: float  # predicted seconds a step of sends inside stages, on the rank that sends longest
     unit: str  # tokens_per_s | rows_per_s
     tokens_per_s: float  # tokens or examples a second, by `unit`
     mfu_fraction: float | None  # 0..1, share of the hardware's peak; None: unknown, as for CPUs
@@ -123,7 +123,7 @@ def rank_parts(job: TrainingJob) -> list[RankPart]:
 
 
 def _run_ranks(job: TrainingJob) -> tuple[dict[int, RankTimes], list[int]]:
-    """Run each distinct rank; return their times, and for each rank the index of the one run."""
+    """Run each distinct rank. Return (times by rank that ran, for each rank the one that ran)."""
     parts, batch, ran = rank_parts(job), examples_of_device(job), dict[int, RankTimes]()
     kinds = [part.role for part in parts]
     ran_as = [kinds.index(kind) for kind in kinds]
@@ -149,7 +149,7 @@ def _times(job: TrainingJob, part: RankPart, batch: Mapping[str, jax.Array]) -> 
     of_rank = job, part, batch
     one = RankOnDevice(*of_rank, sets[0])
     tasks, task_s = one.times(RUNS)
-    # 2. all tasks, on one device and on all at once
+    # 2. all tasks, on one device and on all devices at the same time
     if job.pipe.ticks is not None:
         whole = [time_in_ticks(*of_rank, RUNS, on) for on in sets]
     else:
@@ -162,7 +162,7 @@ def _times(job: TrainingJob, part: RankPart, batch: Mapping[str, jax.Array]) -> 
 
 
 def _replicas(num_devices: int) -> int:
-    """Return the number of simulated devices to run a rank at once: enough to load all cores."""
+    """Return the number of simulated devices that run a rank at once: enough to load all cores."""
     return min(num_devices, 2 * (os.cpu_count() or 1))
 
 
@@ -175,7 +175,7 @@ def _is_shared(job: TrainingJob) -> bool:
 class Simulated:
     """The whole pipeline, simulated from the ranks that ran.
 
-    ran: times of the distinct ranks. ran_as: the index in `ran` that stands for each rank.
+    ran: times of the distinct ranks. ran_as: for each rank, its key in `ran`.
     """
 
     job: TrainingJob
@@ -185,7 +185,7 @@ class Simulated:
 
     @cached_property
     def costs(self) -> Costs:
-        """Return the costs of each stage's tasks; a rank that was not run takes its equal's."""
+        """Return the costs of each stage's tasks; equal ranks have the same costs."""
         kinds = zip(*map(self._of_stage, range(self.job.pipe.schedule.num_stages)), strict=True)
         parts = {OF_PARTS[kind]: self._of_parts(kind) for kind in PART_KINDS}
         return Costs(*kinds, transfer_s=self._counted.hop_s, **parts)
@@ -231,7 +231,7 @@ class Simulated:
 
     @property
     def _at_once(self) -> float:
-        """Return the mean number of devices that run tasks at once if they do not share cores."""
+        """Return the mean number of devices that would run tasks at once without shared cores."""
         free = timeline_of(self.job.pipe, replace(self._op_times, capacity=inf), self.costs)
         return self.job.pipe.mesh.size * (1 - free.bubble_fraction)
 
@@ -299,10 +299,11 @@ class Simulated:
     @property
     def _sent_s(self) -> float:
         """Return the seconds of sends inside stages in a step, on the rank that sends longest."""
-        schedule, seconds = self.job.pipe.schedule, self._sent.seconds
-        of_stage = [sum(seconds(k, s, 1) for k in "FIW") for s in range(schedule.num_stages)]
-        of_ranks = (sum(of_stage[s] for s in stages) for stages in schedule.stages_of)
-        return schedule.num_microbatches * max(of_ranks)
+        schedule, of_rank = self.job.pipe.schedule, [0.0] * self.job.pipe.schedule.num_ranks
+        for kind in (*"FIW", *PART_KINDS):
+            for place, rank in enumerate(schedule.ranks_of(kind)):
+                of_rank[rank] += self._sent.seconds(kind, place, 1)
+        return schedule.num_microbatches * max(of_rank)
 
     @cached_property
     def _op_times(self) -> OpTimes:
