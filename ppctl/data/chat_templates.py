@@ -6,6 +6,7 @@ the messages, but no private attribute, file or module of this process, and it c
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -16,13 +17,14 @@ from ppctl.errors import DataError, missing_package, one_line
 from ppctl.user_files import check_text, read_text
 
 FILE = "chat_template.jinja"
-BEGIN, END = "\ufdd0", "\ufdd1"  # noncharacters: mark the text in {% generation %} while rendering
+BEGIN, END = "\ufdd0", "\ufdd1"  # noncharacters that mark the text in {% generation %}
 MOST_LETTERS = 2**18  # characters of a template; usually 2,000 to 20,000
 MOST_STEPS = 2**20  # loop items and calls to render a chat; usually a few per message
 CALL_STEPS = 8  # steps per call, which takes longer than a loop item
-MOST_PRODUCT = 2**24  # characters or items of a repeated value
+MOST_PRODUCT = 2**24  # characters or items of a product such as "ab" * 3; integers: see _size
 TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")  # names that templates use
 GENERATION = "{% generation %}"
+MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")  # as Jinja reads the tag
 CHATML = (  # OpenAI's ChatML; {% generation %} encloses the assistant's words
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['role'] == 'assistant' %}"
@@ -50,10 +52,10 @@ class Chat(NamedTuple):
 
 
 def chat_template(directory: Path, settings: Mapping[str, Any]) -> ChatTemplate | None:
-    """Return the template of chat_template.jinja, else of a tokenizer's settings; None without.
+    """Return the template of chat_template.jinja, else of a tokenizer's settings, else None.
 
-    Of a list of templates, the one named "default". Raises DataError if the template is not a
-    string or too long.
+    If the settings list several templates, the one named "default" is returned. Raises DataError if
+    the file cannot be read, or if the template is not a string or too long.
     """
     tokens = tuple((name, token) for name in TOKENS if (token := special_token(settings, name)))
     file = directory / FILE
@@ -96,15 +98,16 @@ def special_token(settings: Mapping[str, Any], name: str) -> str | None:
 
 
 def render(template: ChatTemplate, messages: Messages) -> Chat:
-    """Render messages as text, and locate the assistant's words.
+    """Render messages as text, and locate the answers in it.
 
-    A template with {% generation %} marks them. Otherwise they are the text that an assistant's
-    message adds to the text of the messages before it with the prompt for an answer. Raises
-    DataError if the template fails, or if the text of all messages does not begin with these texts.
+    A template with {% generation %} marks the answers. For other templates, each answer is located
+    by two texts: the messages before it with the prompt for an answer, and the same messages with
+    the answer. Raises DataError if the template fails, or if the text of all messages does not
+    begin with both.
     """
     check_messages(messages)
     marked = _rendered(template, messages)
-    if "generation %}" in template.source.replace("-%}", " %}"):
+    if MARKS.search(template.source):
         return _without_marks(marked)
     answers: list[tuple[int, int]] = []
     for number, message in enumerate(messages):
@@ -158,7 +161,7 @@ def _rendered(
         return text
     except DataError:
         raise
-    except Exception as error:  # any error of the template's program
+    except Exception as error:  # any error of the template, which is a program
         why = f"{type(error).__name__}: {one_line(error).rstrip('.')}"
         raise DataError(f"the chat template fails ({why}). Correct it, or use another.") from error
 
@@ -219,7 +222,7 @@ def _compiled(source: str) -> Any:
     )
     environment.filters |= {"tojson": to_json, "counted": partial(map, environment.count)}
     environment.globals["raise_exception"] = refuse
-    del environment.globals["lipsum"]  # text of any length
+    del environment.globals["lipsum"]  # it makes texts of any length
     tree = environment.parse(source)
     for loop in tree.find_all(nodes.For):
         loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None)
@@ -227,7 +230,7 @@ def _compiled(source: str) -> Any:
 
 
 def _size(operator: str, left: Any, right: Any) -> int:
-    """Return the characters or items of a repeated value; for integers, 256 times the bits."""
+    """Return the length of left * right, a text or list; for integers, 256 times its bits."""
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length()
         return 256 * (bits * right if operator == "**" else bits + right.bit_length())

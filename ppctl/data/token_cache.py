@@ -1,7 +1,7 @@
 """Documents as token ids: written once to a cache directory, then memory-mapped.
 
-A directory holds ids.bin (the ids of all documents; the tokenizer's end token follows each text,
-and chats are as their template writes them), ends.bin (the end offset of each document),
+A directory holds ids.bin (the ids of all documents: the tokenizer's end token follows each text;
+the template writes all tokens of a chat), ends.bin (the end offset of each document),
 is_learned.bin (unless all ids are learned) and record.json (dtypes and digests). It is written
 under another name and then renamed, so readers find a complete directory or none. One process
 writes while the others wait; if it is killed, one of them starts over.
@@ -46,7 +46,7 @@ class Tokens(NamedTuple):
     is_learned: np.ndarray | None  # [num_ids]; None: all are learned
     content: str  # digests of the arrays
     num_skipped: int
-    first_skipped: str  # place and reason
+    first_skipped: str  # place of the first skipped document, and the reason
 
 
 def cached_tokens(
@@ -55,8 +55,9 @@ def cached_tokens(
     """Return the documents of files as ids, from the cache or newly written to it.
 
     The directory's name contains a hash of the files' paths, sizes and times and of all settings
-    that determine the ids. A damaged directory is written again. Raises DataError for a broken
-    document that may not be skipped, an unreadable file, and a cache that cannot be written.
+    that determine the ids; salt: further text to hash. A damaged directory is written again. Raises
+    DataError for a broken document that may not be skipped, an unreadable file, and a cache that
+    cannot be written.
     """
     path = Path(cache_dir).expanduser() / f"{name}-{_key(source, tokenizer, salt)}.tokens"
     tokens = _read(path)
@@ -214,7 +215,7 @@ def _blocks(source: Source) -> Iterator[list[Document | Broken]]:
         documents.append(document)
         num_chars += 1
         if isinstance(document, Document):
-            num_chars += len(document.prompt) + len(document.content)
+            num_chars += len(document.prompt) + _num_chars(document.content)
         if num_chars >= CHARS_AT_ONCE:
             yield documents
             documents, num_chars = [], 0
@@ -222,12 +223,18 @@ def _blocks(source: Source) -> Iterator[list[Document | Broken]]:
         yield documents
 
 
+def _num_chars(content: Any) -> int:
+    """Return the number of characters of a text; of a chat, about those of its messages."""
+    return len(content) if isinstance(content, str) else sum(map(len, map(str, content)))
+
+
 def _of_text(
     document: Document, of_texts: Iterator[np.ndarray], tokenizer: Tokenizer, *, is_new: bool
 ) -> Piece:
-    """Return the next text of `of_texts`, with the start and end tokens of a document.
+    """Return a document's ids, with its start and end tokens.
 
-    The document's prompt comes before the text, and is not learned.
+    The prompt, if any, comes before the text and is not learned. of_texts: ids of the texts of this
+    and later documents.
     """
     prompt = next(of_texts) if document.prompt else np.empty(0, np.uint32)
     ids = np.concatenate([tokenizer.start if is_new else (), prompt, text := next(of_texts)])

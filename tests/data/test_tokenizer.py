@@ -28,6 +28,7 @@ CHAT = [
     {"role": "user", "content": "and füchse?"},
     {"role": "assistant", "content": "one"},
 ]
+TRIMMED_CHATML = CHATML.replace("{% generation %}", "{%- generation -%}")
 PLAIN_CHATML = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
@@ -86,7 +87,11 @@ def test_what_a_post_processor_puts_before_a_text_starts_documents(directory, tm
     assert load_tokenizer(str(tmp_path), "<|im_end|>").start == (1,)
 
 
-@pytest.mark.parametrize("template", [CHATML, PLAIN_CHATML], ids=["marked", "by prefixes"])
+@pytest.mark.parametrize(
+    "template",
+    [CHATML, TRIMMED_CHATML, CHATML.replace("{% generation %}", "{%generation+%}"), PLAIN_CHATML],
+    ids=["marked", "trimmed", "without spaces", "by prefixes"],
+)
 def test_the_assistants_tokens_are_those_of_its_words(directory, template):
     tokenizer = load_tokenizer(str(directory), None)
     chat = render(ChatTemplate(template), CHAT)
@@ -95,7 +100,7 @@ def test_the_assistants_tokens_are_those_of_its_words(directory, template):
         "<|im_start|>user\nhow many?<|im_end|>\n<|im_start|>assistant\ntwelve dogs<|im_end|>\n"
     )
     assert tokenizer.decode(ids.tolist()) == chat.text
-    end = "" if template == CHATML else "\n"
+    end = "\n" if template == PLAIN_CHATML else ""
     assert (
         tokenizer.decode(ids[is_learned].tolist())
         == f"twelve dogs<|im_end|>{end}one<|im_end|>{end}"
