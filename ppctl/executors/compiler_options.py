@@ -10,12 +10,13 @@ from typing import Any, Literal
 
 import jax
 
-Value = bool | str  # XLA takes numbers as text too
+Value = bool | str  # XLA also takes numbers, as text
 Flags = tuple[tuple[str, Value], ...]
 
-CompilerPreset = Literal["full", "quick", "once"]  # once: programs that run once a step
+# full: XLA's defaults; quick: one LLVM module; once: unoptimized, too (programs run once a step)
+CompilerPreset = Literal["full", "quick", "once"]
 
-EMITTERS = "xla_cpu_use_fusion_emitters"  # jaxlib 0.12 has only MLIR's emitters
+EMITTERS = "xla_cpu_use_fusion_emitters"  # MLIR's emitters; no option of jaxlib 0.12
 ONE_MODULE = {EMITTERS: False, "xla_cpu_parallel_codegen_split_count": 1}  # one LLVM module
 CPU_OPTIONS: dict[CompilerPreset, dict[str, Any]] = {
     "full": {},
@@ -23,9 +24,9 @@ CPU_OPTIONS: dict[CompilerPreset, dict[str, Any]] = {
     "once": {**ONE_MODULE, "xla_backend_optimization_level": 0},
 }
 
-# Options that other libraries set for pipelines on NVIDIA GPUs. Without Triton's products a step
-# took 0.393 s instead of 0.411 s on one H100 (docs/benchmarks.md, "One H100"); the effect of the
-# other options was not measured.
+# Options that other libraries set for pipelines on NVIDIA GPUs. Without Triton's matrix
+# products (the last option) a step took 0.393 s instead of 0.411 s on one H100
+# (docs/benchmarks.md, "One H100"); the effect of the other options was not measured.
 GPU_FLAGS: Flags = (
     ("xla_gpu_enable_latency_hiding_scheduler", True),  # collectives start early and end late
     ("xla_gpu_enable_pipelined_p2p", True),  # hops travel while the next tick computes
@@ -33,13 +34,15 @@ GPU_FLAGS: Flags = (
     ("xla_gpu_collective_permute_decomposer_threshold", "1024"),
     ("xla_gpu_enable_pipelined_all_gather", True),
     ("xla_gpu_enable_pipelined_reduce_scatter", True),
-    ("xla_gpu_copy_insertion_use_region_analysis", True),  # no copies of sums and slots in ticks
-    ("xla_gpu_dot_merger_threshold_mb", "8"),  # large products unmerged: slices would be copied
+    ("xla_gpu_copy_insertion_use_region_analysis", True),  # no copies of gradient sums and slots
+    # MB: larger products are not merged, because slices of a merged result would be copied
+    ("xla_gpu_dot_merger_threshold_mb", "8"),
     ("xla_gpu_enable_triton_gemm", False),  # matrix products by cuBLAS
 )
 
 # CUDA graphs of whole loops, so that a condition does not wait for the host. On one H200 a step
-# took 0.3505 s, but 0.365 s with XLA's default graphs and 0.367 s without (docs/benchmarks.md).
+# took 0.3505 s, but 0.365 s with XLA's default graphs and 0.367 s without graphs
+# (docs/benchmarks.md).
 GRAPHS = "xla_gpu_enable_command_buffer"
 GRAPHED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,WHILE,CONDITIONAL"
 
@@ -49,17 +52,23 @@ def flags_for(request: str, device: Any, *, has_loops: bool = True) -> Flags:
 
     request: "auto": on NVIDIA GPUs, `GPU_FLAGS` and CUDA graphs, without options that XLA_FLAGS
     sets or this XLA does not know; on other devices (). "traced": the same without CUDA graphs,
-    which hide tasks from traces. "none": (). has_loops: whether the program runs tasks in loops;
+    which hide tasks from profiles. "none": (). has_loops: whether the program runs tasks in loops;
     other programs need no graphs.
     """
     is_nvidia = device.platform in ("gpu", "cuda") and "NVIDIA" in device.device_kind
     if request == "none" or not is_nvidia:
         return ()
-    of_user = os.environ.get("XLA_FLAGS", "")
+    of_user = names_in_xla_flags()
     graphs = GRAPHED if has_loops and request == "auto" else ""
     flags = *GPU_FLAGS, (GRAPHS, graphs)
     missing = ((name, value) for name, value in flags if name not in of_user)
     return tuple((name, value) for name, value in missing if _is_known(name, value))
+
+
+def names_in_xla_flags() -> set[str]:
+    """Return the names of the options in the environment variable XLA_FLAGS."""
+    words = os.environ.get("XLA_FLAGS", "").split()
+    return {word.partition("=")[0].lstrip("-") for word in words}
 
 
 def text_of(flags: Flags) -> str:
@@ -69,14 +78,14 @@ def text_of(flags: Flags) -> str:
 
 
 def cpu_options(preset: CompilerPreset) -> dict[str, Any]:
-    """Return the options of a preset for XLA's CPU compiler that this jaxlib supports."""
+    """Return a preset's options for XLA's CPU compiler, without options unknown to this jaxlib."""
     ours = CPU_OPTIONS[preset]
     return {name: ours[name] for name in ours if name != EMITTERS or _is_known(name, False)}
 
 
 @cache
 def _is_known(name: str, value: Value) -> bool:
-    """Return whether XLA accepts an option. Every backend knows all options."""
+    """Return whether XLA accepts an option; the default backend knows the options of all."""
     try:
         jax.jit(lambda: 0).lower().compile({name: value})
     except jax.errors.JaxRuntimeError:

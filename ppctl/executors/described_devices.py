@@ -1,7 +1,8 @@
 """Described devices: TPUs and NVIDIA GPUs to compile for although they are not attached.
 
 Source: jax.experimental.topologies. XLA's plugin for CUDA takes a description of the GPU as text
-and needs no driver. It times no kernels, and does not report arrays too large for the device.
+and needs no driver. Without the device it times no kernels, and accepts arrays that are too large
+for the device's memory.
 """
 
 import os
@@ -15,10 +16,11 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from ppctl.errors import ConfigError
+from ppctl.executors.compiler_options import names_in_xla_flags
 from ppctl.executors.device_mesh import check_hosts, laid_out, mesh_of
 from ppctl.schedule.mesh_axes import MeshSizes, product_text
 
-AWAY_FROM_TPU = {  # otherwise libtpu queries a metadata server, with a warning for each
+AWAY_FROM_TPU = {  # unset, libtpu queries a metadata server for each, with a warning
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
@@ -37,11 +39,11 @@ class GpuTarget:
     memory_bytes_per_s: float
     capability: str  # compute capability, such as "9.0"
     cores: int  # streaming multiprocessors
-    fp32_per_core: int  # float32 lanes
+    fp32_per_core: int  # float32 lanes of a streaming multiprocessor
     clock_ghz: float
-    memory_bytes: int  # bytes that CUDA reports
+    memory_bytes: int  # device memory that CUDA reports
     l2_bytes: int
-    shared_bytes_per_core: int  # bytes of shared memory
+    shared_bytes_per_core: int  # shared memory of a streaming multiprocessor
 
 
 def described_mesh(
@@ -53,9 +55,9 @@ def described_mesh(
 ) -> Mesh:
     """Return a mesh of all devices of a topology: "v5e:4x4" (TPUs), "h100:2x8" (hosts x GPUs).
 
-    gpu: the GPU that the topology names; None: TPUs. gpu_names: known GPUs, for messages. Raises
-    ConfigError if the compiler is missing or does not know the topology, or if the mesh has another
-    number of devices.
+    gpu: the GPU that the topology names; None: TPUs. gpu_names: known GPUs, for messages. order: as
+    in `laid_out`. Raises ConfigError if the compiler is missing or does not know the topology, if
+    the mesh does not have its number of devices, or if an axis such as tp would span hosts.
     """
     devices = _tpus(topology, gpu_names) if gpu is None else _gpus(topology, gpu)
     check_size(sizes, topology, len(devices))
@@ -114,8 +116,8 @@ def _gpus(topology: str, gpu: GpuTarget) -> list[Any]:
             "GPUs. Install ppctl[cuda12] or ppctl[cuda13]; neither a GPU nor a driver is needed. "
             "Or predict only, which takes no compiler: plan.compile=false."
         )
-    flags = os.environ.get("XLA_FLAGS", "")
-    if AWAY_FROM_GPU.partition("=")[0] not in flags:
+    if AWAY_FROM_GPU.partition("=")[0].lstrip("-") not in names_in_xla_flags():
+        flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} {AWAY_FROM_GPU}".strip()
     shape, target = topology.partition(":")[2], target_config(gpu)
     options = {"topology": f"1x{shape}", "target_config": target}

@@ -54,6 +54,9 @@ def test_a_run_that_is_profiled_has_no_cuda_graphs(profile, graphs, monkeypatch)
 def test_what_the_environment_sets_is_left_alone(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=true")
     assert "xla_gpu_enable_triton_gemm" not in dict(flags_for("auto", H100))
+    # a longer option that begins alike is another one
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm_any=true")
+    assert "xla_gpu_enable_triton_gemm" in dict(flags_for("auto", H100))
 
 
 @pytest.mark.parametrize(("platform", "kind"), OTHERS)

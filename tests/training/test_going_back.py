@@ -120,6 +120,10 @@ def test_prune_leaves_the_newest_and_those_kept_for_good(train, tmp_path, capsys
     code, out, _ = prune(capsys, run_dir, "--keep", "9", "--yes")
     assert code == 0
     assert "nothing to prune" in out
+    code, out, err = prune(capsys, run_dir, "--keep", "9", "--yes", "--json")
+    assert code == 0
+    assert json.loads(out) == {"removed": [], "kept": checkpoints(run_dir), "disk_bytes": 0}
+    assert "nothing to prune" in err
 
 
 @pytest.mark.parametrize(

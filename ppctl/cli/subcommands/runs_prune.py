@@ -19,7 +19,7 @@ from ppctl.reports.terminal_output import show_json, size_text
 def prune(
     names: Sequence[str], top: Path, keep: int | None, *, is_sure: bool, as_json: bool
 ) -> int:
-    """Remove a run's checkpoints but the newest `keep` and the permanent ones; return 0."""
+    """Remove a run's checkpoints except the newest `keep` and the permanent ones; return 0."""
     if len(names) != 1 or keep is None:
         raise ConfigError(
             "`ppctl runs prune` needs one run and the number of checkpoints to keep: "
@@ -38,7 +38,10 @@ def prune(
     gone += sorted(name for name in _listed(folder) if ASIDE.fullmatch(name))
     stays = ", ".join(map(str, sorted(kept))) or "none"
     if not gone:
-        print(f"{printable(str(run.path))} has nothing to prune: checkpoints of step {stays}.")
+        line = f"{printable(str(run.path))} has nothing to prune: checkpoints of step {stays}."
+        print(line, file=sys.stderr if as_json else sys.stdout)
+        if as_json:
+            show_json({"removed": [], "kept": sorted(kept), "disk_bytes": 0})
         return 0
     # 2. the confirmation, and the removal
     size = sum(disk_bytes(folder / name) or (folder / name).lstat().st_size for name in gone)
@@ -64,7 +67,7 @@ def _listed(folder: Path) -> list[str]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or directory; a directory is renamed first: nothing reads half a checkpoint."""
+    """Remove a file or directory. Renaming a directory first hides a half-removed checkpoint."""
     if not path.is_dir() or path.is_symlink():
         path.unlink()
         return

@@ -1,7 +1,7 @@
 """The split backward of a layer: its input gradient (I) now, its weight gradients (W) later.
 
-I is the part of the backward's jaxpr that the input gradient needs, W is the rest; values from I to
-W are `pending`. docs/executors-internals.md: "The split backward".
+I is the part of the backward's jaxpr that the input gradient needs, W is the rest. Values that W
+reads from I are `pending`. docs/executors-internals.md: "The split backward".
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax
 from jax.extend import core
 
 from ppctl.errors import ConfigError
-from ppctl.executors.stage.jaxpr_flops import inner_jaxprs
+from ppctl.executors.stage.jaxpr_flops import PRODUCTS, inner_jaxprs
 from ppctl.executors.stage.jaxpr_tools import (
     BARRIER,
     Mask,
@@ -38,13 +38,12 @@ VIEWS = (
     *("reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims"),
     *("convert_element_type", "copy"),
 )
-PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
-FOREIGN = ("ffi_call", "pure_callback", "io_callback")  # primitives with inseparable results
+FOREIGN = ("ffi_call", "pure_callback", "io_callback")  # primitives that cannot be cut
 
 
 @dataclass(frozen=True)
 class Split:
-    """I and W of a layer."""
+    """The two halves of a layer's backward: input gradient (I) and weight gradients (W)."""
 
     input_grad: Callable[[Tree, Tree, jax.Array], tuple[jax.Array, list[jax.Array]]]
     weight_grad: Callable[[Tree, list[jax.Array]], Tree]  # w, pending -> dw
@@ -53,7 +52,10 @@ class Split:
 
 
 def split(pull: Callable, w: Tree, saved: Tree, gy: Shape) -> Split:
-    """Return the halves of gx, dw = pull(w, saved, gy). ConfigError if one loop yields both."""
+    """Return the two halves of gx, dw = pull(w, saved, gy).
+
+    Raises ConfigError if an operation that cannot be cut, such as a while loop, yields both.
+    """
     closed, (gx_shape, dw_shape) = jax.make_jaxpr(pull, return_shape=True)(w, saved, gy)
     flat = flatten(closed)
     num_w, num_gx = len(jax.tree.leaves(w)), len(jax.tree.leaves(gx_shape))
@@ -77,9 +79,9 @@ def split(pull: Callable, w: Tree, saved: Tree, gy: Shape) -> Split:
 
 
 def _cheapest(cut: Callable[[frozenset[int]], _Cut]) -> _Cut:
-    """Return a cut with few crossing bytes, found by moving one equation after the other."""
+    """Return a cut with few crossing bytes, found by moving equations into `first` one by one."""
     best, moved = cut(frozenset()), frozenset[int]()
-    for i in range(len(best.jaxpr.eqns)):  # also equal cuts: they may lead to better ones
+    for i in range(len(best.jaxpr.eqns)):  # take equal cuts, too: they may lead to better ones
         if best.can_move(i):
             other = cut(moved | {i})
             if other.num_bytes <= best.num_bytes:
@@ -92,10 +94,10 @@ def _cheapest(cut: Callable[[frozenset[int]], _Cut]) -> _Cut:
 
 
 class _Cut:
-    """A flat jaxpr cut in two, `first` and `second`, with values that cross from one to the other.
+    """A flat jaxpr cut in two, with values that cross from `first` to `second`.
 
-    `first` computes outputs `early`, `second` outputs `late`. handed: inputs that `second` gets by
-    crossing; it takes only the others as arguments. fixed: inputs equal for every microbatch.
+    `first` computes the outputs `early`, `second` the outputs `late`. handed: inputs that cross to
+    `second`; it takes only the other inputs as arguments. fixed: inputs equal for every microbatch.
     moved: equations that `first` runs although only `second` needs them. Unread arguments and
     uncomputed results are None.
     """
@@ -114,8 +116,8 @@ class _Cut:
         jaxpr = self.jaxpr = closed.jaxpr
         self.early, self.late, self.consts = early, late, closed.consts
         self.masks, _ = demand(jaxpr, early, moved)
-        self.crossing: dict[Any, Shape] = {}  # shapes by variable, or (scan, index of its value)
-        self.scans: dict[int, _ScanCut] = {}  # scans of `first`; some have a part in `second`
+        self.crossing: dict[Any, Shape] = {}  # keys: variable, or (scan, index in its crossing)
+        self.scans: dict[int, _ScanCut] = {}  # cuts of scans that run in `first`
         self.second_steps: list[tuple[int, _ScanCut | None]] = []
         # 2. the equations of `second`, from the last to the first
         constant = depending_only(jaxpr, fixed)
@@ -164,7 +166,7 @@ class _Cut:
         return sum(map(_num_bytes, self.crossing.values()))
 
     def can_move(self, i: int) -> bool:
-        """Return whether equation i is cheap work of `second` on values of `first` or inputs."""
+        """Return whether equation i is cheap and in `second`, but reads no result of `second`."""
         eqn, eqns = self.jaxpr.eqns[i], self.jaxpr.eqns
         if i in self.masks or (i, None) not in self.second_steps:
             return False
@@ -189,7 +191,7 @@ class _Cut:
         return outs, [env[key] for key in self.crossing]
 
     def second(self, args: Sequence[Any], crossing: Sequence[jax.Array]) -> list[Any]:
-        """Return the late outputs from inputs that are not handed and values that crossed."""
+        """Return the late outputs, from the inputs that are not handed and the crossing values."""
         env = env_of(self.jaxpr, self.consts, args)
         env |= dict(zip(self.crossing, crossing, strict=True))
         for i, scan in reversed(self.second_steps):
@@ -215,7 +217,7 @@ class _ScanCut:
         fixed[loop] = [False] * self.num_carry
         handed = [False] * len(fixed)
         handed[loop] = early[: self.num_carry]  # the carries that `demand` found for all iterations
-        while True:  # until the second loop carries all carries that it reads
+        while True:  # until the second loop's carry has all that an iteration reads
             self.cut = _Cut(body, early, late, handed=handed, fixed=fixed)
             carried = [a or b for a, b in zip(late, self.cut.second_reads[loop], strict=False)]
             if carried == late[: self.num_carry]:
@@ -230,7 +232,7 @@ class _ScanCut:
     def _run(
         self, step: Callable, mask: Mask, values: list[Any], handed: Sequence[jax.Array]
     ) -> tuple[list[Any], Any]:
-        """Return (results, crossing values) of a loop; step(inputs, crossing) runs an iteration."""
+        """Return (results, crossing values) of a loop; step(inputs, handed): of an iteration."""
         number, consts = self.num_carry, values[: self.num_consts]
         start, xs = values[self.num_consts :][:number], values[self.num_consts + number :]
         start = [value if m else None for value, m in zip(start, mask, strict=False)]
