@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-# Names in `--json` for ends of a command other than the error classes below.
+# Values of `kind` in `--json` for ends of a command that have no error class below.
 INTERRUPTED, OUTPUT, BUG = "interrupted", "output", "bug"
 REMEDY = re.compile(  # the sentence with the remedy, and all text after it
     r"(?<=[.?:)] )(?:(?:Add|Call|Choose|Copy|Delete|Did you "
@@ -23,7 +23,7 @@ Writer = Callable[[str, object, str | None], str]  # takes the arguments of `set
 def setting(name: str, value: object = None, argument: str | None = None) -> str:
     """Return a setting, and its value if any, as the reader of a message would write it.
 
-    argument: the form in the Python API, if it is not the last part of the name with the value.
+    argument: the text for users of the Python API; None: the name's last part with the value.
     Messages of `ppctl.cli` and `ppctl.config` write settings directly.
 
     >>> setting("mesh.tp", 2)
@@ -51,7 +51,7 @@ def as_option(name: str, value: object, argument: str | None) -> str:
     return option if value is None else f"{option} {value}"
 
 
-_writers: list[Writer] = [as_argument]  # shared by all threads, because several read files
+_writers: list[Writer] = [as_argument]  # not per thread: threads that read files raise errors, too
 
 
 @contextmanager
@@ -114,7 +114,10 @@ class DataError(PpctlError):
 
 
 def missing_package(what: str, package: str, extra: str) -> DataError:
-    """Return the error for a feature whose optional package is not installed."""
+    """Return the error for a feature, `what`, whose optional package is not installed.
+
+    extra: ppctl's extra that installs the package.
+    """
     return DataError(
         f"{what} needs {package}, which is not installed. Install it: pip install 'ppctl[{extra}]'."
     )

@@ -1,7 +1,7 @@
-"""Options of conf/ and recipes/, settings of config/, and the messages for wrong ones.
+"""The options in conf/ and recipes/, the settings in config/, and messages for unknown ones.
 
-New options and settings need no line in this file. Standard library only: `ppctl --help` loads no
-Hydra.
+New options and settings are found without a change in this file. It needs only the standard
+library, so `ppctl --help` loads no Hydra.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ PARTS = tuple(f.name for f in dataclasses.fields(Config) if f.name not in PLAIN)
 GROUPS = (*PARTS, "recipes")
 DRAWN = ("mesh", "schedule", "costs")  # parts that `ppctl schedule` reads
 MESH_EXAMPLES = ("1x2", "1x4", "1x8", "2x2", "2x4", "2x4x2")  # examples in listings; any sizes work
-# Hydra's groups, and the settings class of each option
+# settings class of each option of Hydra's groups launcher and sweeper
 SWEEP_PARTS: dict[str, dict[str, type]] = {
     "hydra.launcher": {"ppctl": SideBySide, "submitit_slurm": SubmititSlurm},
     "hydra.sweeper": {"ppctl": Combinations, "optuna": Search},
@@ -44,7 +44,7 @@ REQUIRED = "???"  # Hydra's mark of a setting without a default
 class Setting(NamedTuple):
     key: str
     default: object
-    about: str  # comment in config/, or metadata of the field
+    about: str  # help text: the field's comment in config/, or its metadata
 
 
 def options(group: str) -> list[str]:
@@ -66,13 +66,13 @@ def default_option(group: str) -> str:
 
 
 def schemas() -> dict[str, type]:
-    """Return the dataclasses of config/ by lower-case name: /schema_NAME in the files of conf/."""
+    """Return the dataclasses of config/ by lower-case name, the NAME of /schema_NAME in conf/."""
     classes = (cls for _, cls in inspect.getmembers(config, inspect.isclass) if cls is not Config)
     return {cls.__name__.lower(): cls for cls in classes if dataclasses.is_dataclass(cls)}
 
 
 def schema_of(group: str, option: str) -> type:
-    """Return the dataclass of a shipped option of a part."""
+    """Return the dataclass of `option`, an option of `group` that ppctl ships."""
     if group == "mesh":
         return Mesh
     if group in SWEEP_PARTS:
@@ -125,7 +125,7 @@ def _comments(cls: type) -> dict[str, str]:
 
 
 def all_settings() -> dict[str, Setting]:
-    """Return every setting of every shipped option; for a shared key, the default option's."""
+    """Return the settings of all shipped options by key. The default option wins a shared key."""
     found: dict[str, Setting] = {}
     for part, cls in PLAIN.items():
         found |= settings_of(part, cls)
@@ -139,7 +139,10 @@ def all_settings() -> dict[str, Setting]:
 
 
 def did_you_mean(word: str, names: Iterable[str], before: str = "") -> str:
-    """Return ' Did you mean ...?' with names that have the alias `word`, or the nearest, else ''.
+    """Return ' Did you mean ...?' for `word`, or '' if none of `names` is similar.
+
+    It suggests the families that papers or other tools call `word`, else the nearest name.
+    before: prefix of each suggested name.
 
     >>> did_you_mean("trian", ["train", "verify"])
     ' Did you mean train?'
@@ -175,13 +178,13 @@ def wrong_option(group: str, option: str, names: Iterable[str]) -> str:
 
 
 def _is_typo(word: str, name: str) -> bool:
-    """Return whether `word` is a misspelling or a prefix of `name`, not another version or size.
+    """Return whether `word` is a misspelling or prefix of `name`. Another version or size is not.
 
     >>> _is_typo("mistral", "mistral_7b"), _is_typo("mixtral_8x7b", "mistral_7b")
     (True, False)
     """
     alike = difflib.SequenceMatcher(None, word, name).ratio() >= 0.75
-    version = re.compile(r"\D*\d+")  # another version or size: gemma4, v100
+    version = re.compile(r"\D*\d+")  # up to the first number: gemma4 is not gemma3
     found = version.match(word)
     is_same = found is None or name.startswith(found[0])
     return name.startswith(word) or (alike and is_same)
@@ -190,7 +193,7 @@ def _is_typo(word: str, name: str) -> bool:
 def unknown_key(key: str, chosen: Mapping[str, tuple[str, type]]) -> str:
     """Return the message for a key that is not a setting of any chosen part.
 
-    chosen: (option, dataclass) of each part.
+    chosen: (option, dataclass) by part.
 
     >>> unknown_key("mesh.ppp", {"mesh": ("2x4", Mesh)})
     'mesh.ppp is not a setting of mesh=2x4. Did you mean mesh.pp? (settings: dp, pp, ..., order)'
@@ -212,7 +215,7 @@ def unknown_key(key: str, chosen: Mapping[str, tuple[str, type]]) -> str:
     if (above := part_of(key, known)) is not None:
         bad = key.removeprefix(f"{above}.")
         return f"{key}: {above} has no {bad} yet. Add it with a +: +{key}=..."
-    # 3. settings of the part's other options, and similar ones
+    # 3. settings of the part's other options, or with a similar name
     names = options(part) if option else []
     home = [f"{part}={n}" for n in names if key in settings_of(part, schema_of(part, n))]
     hint = f" It is a setting of {' and '.join(home[:3])}." if home else _alike(key, known)
@@ -226,7 +229,7 @@ def part_of(key: str, parts: Iterable[str]) -> str | None:
 
 
 def _alike(key: str, known: Iterable[str]) -> str:
-    """Return ' Did you mean ...?' with a setting whose last word is equal or similar, else ''."""
+    """Return ' Did you mean ...?' with a setting of equal or similar last word, else ''."""
     last = lambda names: {name.rpartition(".")[2]: name for name in names}  # noqa: E731
     bad, own, others = key.rpartition(".")[2], last(known), last(all_settings())
     found = [bad] * (bad in others) or nearest(bad, own, 0.5) or nearest(bad, others, cutoff=0.75)
@@ -267,7 +270,7 @@ def _part_words(part: str, values: Mapping[str, Any]) -> Iterator[str]:
             return  # its settings are in a file of --config-dir
         cls = schema_of(part, option)
         stated = yaml.safe_load((ROOT / f"conf/{part}/{option}.yaml").read_text(encoding="utf-8"))
-    # 2. the values that differ from the file's and the defaults
+    # 2. the values that differ from the option's file, or from the defaults
     for key, setting in settings_of(part, cls).items():
         value, usual = _below(values, key), _below(stated, key)
         usual = setting.default if usual is None else usual
@@ -294,7 +297,7 @@ def _is_same(value: Any, usual: Any) -> bool:
 
 
 def value_text(value: object) -> str:
-    """Return a value in Hydra's grammar.
+    """Return a value as text in Hydra's grammar, quoted where needed.
 
     >>> value_text(None), value_text("a b"), value_text([1, "x"]), value_text("3")
     ('null', '"a b"', '[1,x]', '"3"')

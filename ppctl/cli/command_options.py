@@ -1,4 +1,4 @@
-"""Options of commands, besides GROUP=OPTION and SETTING=VALUE, and the texts of their help."""
+"""Parsers for the options of commands (not GROUP=OPTION, SETTING=VALUE), and the help texts."""
 
 import argparse
 import textwrap
@@ -21,7 +21,7 @@ from ppctl.cli.commands import COMMANDS
 from ppctl.config.changed_settings import shown
 from ppctl.errors import ConfigError
 
-APPLIES_TO = {  # commands that read a part or setting; all commands read the others
+APPLIES_TO = {  # commands that read a part or setting; all commands read the unlisted ones
     "hardware": ("train", "plan", "rehearse", "tune", "doctor"),
     "launch": ("train", "doctor"),
     "verify": ("verify",),
@@ -153,10 +153,11 @@ def examples_of(command: str) -> list[str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """The options of a command, anywhere among its words; --json and --help are among them.
+    """The parser for a command's options, which may stand anywhere. It adds --json and --help.
 
-    usage: the text after `ppctl COMMAND`. notes: printed after the first line of the help. words:
-    the attribute with the words that are not options, nargs of them. Errors are ConfigErrors.
+    usage: text after `ppctl COMMAND`. notes: text after the first line of the help. words: name of
+    the attribute that holds the words that are not options. nargs: the number of these words, as in
+    argparse. Wrong options raise ConfigError.
     """
 
     def __init__(
@@ -191,10 +192,11 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}.{write}")
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
-        """Return the options in `words`. ConfigError for unknown ones."""
+        """Return the options in `words`. ConfigError for unknown, missing or wrong ones."""
         known = [name for action in self._actions for name in action.option_strings]
         names = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
-        self._refuse([name for name in names if name not in known], known)  # before missing ones
+        # argparse would report missing options first
+        self._refuse([name for name in names if name not in known], known)
         options, unknown = self.parse_known_intermixed_args(words)
         self._refuse(unknown, known)
         return options
@@ -208,7 +210,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def composed_parser(command: str) -> Parser:
-    """Return the options of a command that composes a config."""
+    """Return the parser for a command that composes a config."""
     usage = "[GROUP=OPTION ...] [SETTING=VALUE ...]"
     parser = Parser(command, usage, words="overrides")
     parser.add_argument("--cfg", choices=["job"], help="print the composed config as YAML and stop")
@@ -226,7 +228,7 @@ def composed_parser(command: str) -> Parser:
 
 
 def parse(command: str, words: list[str]) -> argparse.Namespace:
-    """Return the options and overrides in `words`, in any order. ConfigError for wrong options."""
+    """Return the options and overrides, in any order in `words`. ConfigError for wrong options."""
     options = composed_parser(command).read(words)
     if options.cfg and options.multirun:
         raise ConfigError("--cfg and --multirun exclude each other.")
@@ -244,7 +246,7 @@ def overview() -> str:
 
 
 def command_help(command: str, words: Sequence[str]) -> str:
-    """Return the help of a command, or all settings of parts (`model`, `model=mlp`, `run`)."""
+    """Return the help of a command, or the settings of the parts in `words` (run, model=mlp)."""
     if words:
         return "\n\n".join(_part_help(word) for word in words)
     known = choices.all_settings()
@@ -278,7 +280,7 @@ def _options_text(group: str) -> str:
 
 
 def _part_help(word: str) -> str:
-    """Return the settings of a part, for each of its options unless `word` names one."""
+    """Return the settings of a part: of the option in `word` (PART=OPTION), else of all options."""
     # 1. the part, and its options
     key, _, option = word.replace("hydra/", "hydra.").partition("=")
     parts = (*PARTS, *PLAIN, *SWEEP_PARTS)
@@ -291,7 +293,7 @@ def _part_help(word: str) -> str:
     names = [option or default_option(part)] if option or part == "mesh" else options(part)
     if part != "mesh" and not set(names) <= set(options(part)):
         raise ConfigError(choices.wrong_option(part, option, options(part)))
-    # 2. its settings, options with the same settings together
+    # 2. its settings; options of the same dataclass are listed together
     alike: dict[type, list[str]] = {}
     for name in names:
         alike.setdefault(schema_of(part, name), []).append(name)
@@ -304,7 +306,7 @@ def _part_help(word: str) -> str:
 
 
 def setting_table(settings: Iterable[choices.Setting]) -> str:
-    """Return a line for each setting: name, default and comment."""
+    """Return the settings as text, one line each: name, default and comment."""
     rows = [
         (f"{s.key}={'...' if s.default == choices.REQUIRED else shown(s.default)}", s.about)
         for s in settings

@@ -100,9 +100,9 @@ def _parts(composed: Composed, names: Iterable[Any]) -> dict[str, Any]:
 
 
 def without_hydra(composed: DictConfig) -> Composed:
-    """Return a composed config without the node `hydra`, and the options chosen."""
+    """Return a composed config without the node `hydra`, with the option of each group."""
     choices = dict(composed.hydra.runtime.choices)
-    words = OmegaConf.to_container(composed.hydra.overrides.task)  # interpolations unresolved
+    words = OmegaConf.to_container(composed.hydra.overrides.task)  # overrides as typed
     keys = {str(word).lstrip("+").partition("=")[0] for word in words or ()}
     with read_write(composed), open_dict(composed):
         del composed["hydra"]
@@ -137,7 +137,7 @@ MESH_CHOICE = re.compile(rf"mesh/[1-9]\d*(x[1-9]\d*){{1,{len(TEXT_AXES) - 1}}}")
 
 
 class MeshSource(ConfigSource):
-    """The group `mesh` of configs: makes `mesh=AxB` with any sizes on request."""
+    """Hydra's source of the group `mesh`: makes the config of `mesh=AxB` for any sizes."""
 
     @staticmethod
     def scheme() -> str:
@@ -166,7 +166,7 @@ class MeshSource(ConfigSource):
 class PpctlSearchPath(SearchPathPlugin):
     """Hydra's search path: conf/, `MeshSource`, the parent of recipes/, then --config-dir."""
 
-    config_dir: ClassVar[Path | None] = None  # Hydra makes the instances, without arguments
+    config_dir: ClassVar[Path | None] = None  # a class attribute, as Hydra makes the instances
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         search_path.append("ppctl", "ppctl://")

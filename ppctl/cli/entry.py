@@ -122,7 +122,7 @@ def console_script() -> NoReturn:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the parent process
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 for the whole process
-    if isinstance(sys.stdout, io.TextIOWrapper):  # characters that the terminal's encoding lacks
+    if isinstance(sys.stdout, io.TextIOWrapper):  # escapes for characters outside the encoding
         sys.stdout.reconfigure(errors="backslashreplace")
     code = main()
     others = {*threading.enumerate()} - {threading.main_thread()}
@@ -136,7 +136,7 @@ def console_script() -> NoReturn:
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process at once."""
+    """Flush the output, then end the process without Python's shutdown."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
@@ -146,8 +146,8 @@ def _leave(code: int) -> NoReturn:
 def _end_at_once(number: int, frame: FrameType | None) -> None:
     """Handle Ctrl-C until a command installs another handler, as training does.
 
-    JAX cannot handle a KeyboardInterrupt. During its import it becomes an ImportError, in its
-    garbage collector's callback it is lost, and during compilation the process may crash at exit.
+    JAX cannot handle a KeyboardInterrupt: in its import, the exception becomes an ImportError; in
+    its garbage collector's callback, it is lost; in compilation, the process may crash at exit.
     """
     if "jax" not in sys.modules:
         raise KeyboardInterrupt
@@ -183,7 +183,7 @@ def _serve(argv: list[str]) -> int:
 
 
 def _serve_composed(command: str, options: Namespace) -> int:
-    """Compose and check a command's config; run it in this process, in several or in jobs."""
+    """Compose and check a config; run the command in this process, in several or as a sweep."""
     # 1. requests without a config
     if options.help:
         print(command_help(command, options.overrides))
@@ -224,7 +224,7 @@ def _serve_composed(command: str, options: Namespace) -> int:
 
 
 def _run(command: str, config: Config, options: Namespace) -> int:
-    """Run a command on its config; return the exit code. Importing its module imports JAX."""
+    """Run a command on its config; return the exit code. The command's module imports JAX."""
     if command not in OF_SEVERAL_PROCESSES and config.run.distributed != "off":
         raise ConfigError(
             f"ppctl {command} runs in one process, but run.distributed={config.run.distributed}. "
@@ -255,7 +255,7 @@ def refuse_inapplicable(command: str, config: Config) -> None:
 
 
 def show_error(kind: str, message: str, words: Sequence[str], *, in_handler: bool = False) -> None:
-    """Print an error to stderr, and as JSON to stdout if `words`, the command line, have --json.
+    """Print an error to stderr, and as JSON to stdout if --json is in `words`, the command line.
 
     A child process or a job writes the JSON to a file for its parent instead. in_handler: called in
     a signal handler, which may have interrupted a write to Python's streams.

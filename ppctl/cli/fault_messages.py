@@ -40,7 +40,7 @@ def parse_override(text: str) -> Override:
     """Return one override, parsed by Hydra; ConfigError if that fails."""
     try:
         check_text(text)
-    except ValueError as error:  # the files of a run are UTF-8
+    except ValueError as error:  # overrides are stored in UTF-8 files
         raise ConfigError(
             f"{text} is not UTF-8 text. Rename it, or use a UTF-8 locale: LANG=C.UTF-8."
         ) from error
@@ -158,7 +158,7 @@ def _chosen(cfg: Any) -> dict[str, tuple[str, type]]:
 
 
 def explain(error: Exception, parsed: list[Override]) -> str:
-    """Return a one-line message: from the exception's fields if it has them, else its text."""
+    """Return a one-line message from the exception's fields, or if it has none, from its text."""
     if isinstance(error, MissingConfigException) and "/" in str(error.missing_cfg_file):
         group, _, option = str(error.missing_cfg_file).rpartition("/")
         return wrong_option(group, option, error.options or ()) + _origin(group, parsed)
@@ -212,5 +212,5 @@ def _origin(key: str, parsed: list[Override]) -> str:
 
 def _override_of(key: str, parsed: list[Override]) -> Override | None:
     """Return the last override of `key` or of a part that contains it, else None."""
-    key = key.replace("[", ".")  # data.parts[0]
+    key = key.replace("[", ".")  # data.parts[0] is a part of data.parts
     return next((o for o in reversed(parsed) if part_of(key, [o.key_or_group])), None)

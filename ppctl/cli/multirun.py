@@ -132,7 +132,7 @@ def _as_typed(override: Override) -> str:
 
 
 def _directory_name(job: str) -> str:
-    """Return the name of a job's directory; odd or long names get a hash."""
+    """Return a directory name for `job`, with a hash if characters are replaced or cut."""
     name = re.sub(r"[^\w=.,+-]", "_", job)[:150]
     return name if name == job else f"{name}-{hashlib.sha256(job.encode()).hexdigest()[:8]}"
 

@@ -27,7 +27,7 @@ MOST_SAME = 100  # repeated choices in a row that end the search
 
 
 class OptunaStudy:
-    """The jobs of a search. Call `open` before `ask`: it reads or creates the study."""
+    """The jobs of a search. Call `open`, which reads or creates the study, before `ask`."""
 
     def __init__(
         self,
@@ -37,13 +37,13 @@ class OptunaStudy:
         directory: Path,
         make: Callable[[int, list[str]], Job],
     ) -> None:
-        """fixed: overrides that all jobs share; make: returns the job of (index, overrides)."""
+        """fixed: overrides that all jobs share; make: function from (index, overrides) to a job."""
         self.search, self.space, self.fixed, self.make = search, dict(space), list(fixed), make
         self.file = directory / STUDY
         self.trials: list[int] = []  # trial number of each job
 
     def samples(self) -> list[Job]:
-        """Return jobs that together contain every listed value, to check them. They are not trials.
+        """Return jobs that together contain every listed value. They are checked, but never run.
 
         ConfigError for a metric that jobs would not record.
         """
@@ -91,7 +91,7 @@ class OptunaStudy:
         self.before = deque(trial for state in states for trial in known if trial.state == state)
 
     def ask(self) -> Job | None:
-        """Return the next job, None after the last; jobs of earlier starts come first."""
+        """Return the next job, or None after the last. Jobs of earlier starts come first."""
         if self.before:
             trial = self.before.popleft()
             self.trials.append(trial.number)
@@ -105,7 +105,7 @@ class OptunaStudy:
             if {*same} <= {TrialState.FAIL}:
                 self.trials.append(trial.number)
                 return self._job(trial.params)
-            self.study.tell(trial, state=TrialState.FAIL)  # repeated; samplers ignore failures
+            self.study.tell(trial, state=TrialState.FAIL)  # repeated values; samplers ignore FAIL
         return None
 
     def tell(self, result: Result) -> None:

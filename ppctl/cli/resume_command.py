@@ -17,14 +17,14 @@ from ppctl.reports.run_files import read_config, read_lines
 class Resumption(NamedTuple):
     """The words that resume a run."""
 
-    config: Mapping[str, Any]  # settings of its newest start; empty if unreadable
+    config: Mapping[str, Any]  # settings of the newest start; empty if unreadable
     words: Sequence[str]  # --config-dir=DIR, GROUP=OPTION and SETTING=VALUE, as Hydra reads them
     command: str  # command line that resumes the run; empty if no start is recorded
     notes: Sequence[str]  # remarks on the config and the words, for the user
 
 
 def started_with(config_dir: str | None, overrides: Sequence[str]) -> list[str]:
-    """Return the words to record for a start of `ppctl train`: its launcher's, if it has one."""
+    """Return the words to record for a start of `ppctl train`: the launcher's, if launched."""
     if STARTED_WITH in os.environ:
         return json.loads(os.environ.pop(STARTED_WITH))
     first = [] if config_dir is None else [f"--config-dir={config_dir}"]
@@ -51,7 +51,7 @@ def resumption(path: Path) -> Resumption:
 
 
 def _needed(directory: str | None, recorded: Mapping[str, Any], words: Sequence[str]) -> str | None:
-    """Return the directory of a run's start if custom code or a path depends on it, else None."""
+    """Return the run's start `directory` if custom code or a relative path needs it, else None."""
     if directory is None or os.path.realpath(directory) == os.path.realpath(os.curdir):
         return None
     parts = [recorded.get(name) for name in ("model", "data")]
@@ -78,10 +78,10 @@ def _here(
     if os.path.normpath(os.path.join(directory or "", str(settings.get("dir", "")))) != run_dir:
         dropped.add("run.dir")
         own.append(f"run.dir={value_text(run_dir)}")
-    if settings.get("resume", "auto") != "auto":  # a recipe may set it
+    if settings.get("resume", "auto") != "auto":  # a recipe may set run.resume
         own.append("run.resume=auto")
     kept = [word for word in words if word.lstrip("+").partition("=")[0] not in dropped]
-    # 2. note what the user adds in each process, unless `launch.processes` started them
+    # 2. note the words to add in each process, unless `launch.processes` started the processes
     notes = []
     distributed, coordinator = settings.get("distributed"), str(settings.get("coordinator"))
     if distributed == "explicit" and not coordinator.startswith(f"{HOST}:"):

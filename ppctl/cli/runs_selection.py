@@ -22,7 +22,7 @@ class Column(NamedTuple):
 
     name: str
     value: Callable[[RunSummary], Any]  # sort key
-    text: Callable[[RunSummary, float], str]  # text at a time, in seconds since 1970
+    text: Callable[[RunSummary, float], str]  # text, given the current time in seconds since 1970
 
 
 Order = tuple[Column, bool]  # (sort column, whether descending)
@@ -88,10 +88,10 @@ def _sort_key(value: Any) -> tuple[int, Any]:
 
 
 def columns_of(words: str | None, runs: Sequence[RunSummary]) -> list[Column]:
-    """Return the columns of `--columns`, the name of the run first; +A,B: after the usual ones.
+    """Return the columns that `--columns` names, after the run's name; None: the usual columns.
 
-    Usual columns that are empty for all runs are left out. ConfigError for a setting that no run
-    has.
+    +A,B adds A and B to the usual columns. Usual columns that are empty for all runs are left out.
+    ConfigError for a setting that no run has.
     """
     names = words.removeprefix("+").split(",") if words else []
     chosen = [_column("--columns", name.strip(), runs) for name in names]
@@ -101,7 +101,10 @@ def columns_of(words: str | None, runs: Sequence[RunSummary]) -> list[Column]:
 
 
 def orders_of(words: str | None, runs: Sequence[RunSummary]) -> list[Order]:
-    """Return the orders of `--sort`, default: the newest record first. ConfigError as above."""
+    """Return the orders that `--sort` names, then the run's name; None: newest record first.
+
+    ConfigError for a setting that no run has.
+    """
     orders = [
         (_column("--sort", name.removesuffix(DESCENDING), runs), name.endswith(DESCENDING))
         for name in map(str.strip, (NEWEST if words is None else words).split(","))

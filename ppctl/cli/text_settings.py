@@ -23,11 +23,11 @@ from ppctl.cli.choices import GROUPS, SWEEP_PARTS, schemas
 from ppctl.errors import ConfigError
 from ppctl.user_files import read_text
 
-MOST_BYTES = 2**20  # bytes of a settings file
+MOST_BYTES = 2**20  # maximum bytes of a settings file
 TYPED = (Lexer.INT, Lexer.FLOAT, Lexer.BOOL)
 BEFORE = (None, Lexer.COMMA, Lexer.POPEN, Lexer.BRACKET_OPEN)
 AFTER = (None, Lexer.COMMA, Lexer.PCLOSE, Lexer.BRACKET_CLOSE, Lexer.BRACE_CLOSE)
-OF_NUMBERS = ("range", "interval")  # Hydra's functions of numbers
+OF_NUMBERS = ("range", "interval")  # Hydra's functions with numbers as arguments
 
 
 @functools.cache
@@ -92,7 +92,7 @@ def as_typed(override: str) -> str:
 
 
 class TextSource(FileConfigSource):
-    """The source of recipes/ and --config-dir; text settings keep the text of the file."""
+    """Hydra's source of recipes/ and --config-dir. It keeps text settings as typed in the file."""
 
     @staticmethod
     def scheme() -> str:
@@ -114,7 +114,7 @@ class TextSource(FileConfigSource):
 
 
 def _take_texts(config: Any, node: yaml.Node | None, key: str) -> None:
-    """Replace numbers and booleans in text settings of `config` by the text of the file."""
+    """Replace numbers and booleans in text settings of `config` by their text in the file."""
     if isinstance(node, yaml.MappingNode):
         entries = [
             (name.value, each, f"{key}.{name.value}".lstrip(".")) for name, each in node.value

@@ -275,7 +275,7 @@ MOST_PARAMETERS = 10**15  # 12 petabytes with moments: more than the largest mac
 
 
 def check_tasks(schedule: Schedule, mesh: Mesh) -> None:
-    """Raise ConfigError for too many tasks of a step: a forward and a backward of each stage."""
+    """Raise ConfigError if the forwards and backwards of a step are more than MOST_TASKS."""
     knobs = schedule.knobs()
     chunks = knobs.get("num_chunks", 2 * knobs.get("num_waves", 0) or 1)
     number = 2 * mesh.pp * chunks * schedule.num_microbatches
@@ -288,7 +288,7 @@ def check_tasks(schedule: Schedule, mesh: Mesh) -> None:
 
 
 def check_parameters(model: AnyModel) -> None:
-    """Raise ConfigError for a built-in model of more parameters than any machine holds."""
+    """Raise ConfigError for a built-in model with more than MOST_PARAMETERS parameters."""
     if isinstance(model, CustomModel):
         return
     of_layer = model.d_model**2

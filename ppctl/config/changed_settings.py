@@ -1,4 +1,4 @@
-"""Differences between the settings of two starts of a run, and a config from stored settings."""
+"""Differences between the settings of two starts of a run; configs made from stored settings."""
 
 import typing
 from collections.abc import Iterator, Mapping
@@ -40,7 +40,7 @@ class Change(NamedTuple):
 
     @property
     def part(self) -> str:
-        """The part of the config."""
+        """The part of the config that contains the setting."""
         return self.name.split(".")[0]
 
     @property
@@ -56,7 +56,7 @@ class Change(NamedTuple):
 
     @property
     def is_of_function(self) -> bool:
-        """Whether equal parameters would give other outputs of the model."""
+        """Whether the change alters the model's outputs for equal parameters."""
         is_of_model = self.part == "model" and self.name not in SAME_FUNCTION
         return is_of_model or self.name == "optim.lora_alpha"
 
@@ -113,7 +113,7 @@ def shown(value: object) -> str:
 
 # --- a config from stored settings ---------------------------------------------------------------
 
-READ = ("model", "data", "run")  # parts that decide the function and its batches
+READ = ("model", "data", "run")  # parts that decide the model's function and its batches
 
 
 def model_and_data(settings: Mapping[str, Any]) -> Config:
@@ -127,7 +127,7 @@ def model_and_data(settings: Mapping[str, Any]) -> Config:
         values: Mapping[str, Any] = settings.get(part) or {}
         classes = typing.get_args(kinds[part]) or (kinds[part],)
         found = [each for each in classes if part == "run" or each().name == values.get("name")]
-        if not found and part == "model" and "num_heads" in values:  # llama3_8b, ...
+        if not found and part == "model" and "num_heads" in values:  # shipped sizes: llama3_8b, ...
             found = [Transformer]
         if not found:
             choice = f"{part}={values.get('name')}"

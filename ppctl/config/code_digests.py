@@ -12,7 +12,9 @@ Sources = Mapping[str, str]  # digest of each module's code, by module name
 
 
 def sources(target: str) -> dict[str, str]:
-    """Return the digests of the module of the path `target` and of the user's modules that it uses.
+    """Return the code digests, by name, of the module of `target` and of the user modules it uses.
+
+    target: dotted path of a function, MODULE.FUNCTION.
 
     A module is used if it, or something that it defines, is bound to a name in a used module.
     Imports inside functions are not found. Installed packages and Python's modules are left out.
@@ -35,14 +37,14 @@ def sources(target: str) -> dict[str, str]:
 
 
 def sources_here(names: Iterable[str]) -> dict[str, str]:
-    """Return the digests of the modules in the current directory, without importing them."""
+    """Return the digests of modules found in the current directory, without importing them."""
     stems = {name: Path(*name.split(".")) for name in names}
     places = ((name, (s.with_suffix(".py"), s / "__init__.py")) for name, s in stems.items())
     return {name: _digest(file) for name, files in places for file in files if file.is_file()}
 
 
 def changed_modules(before: Sources, now: Sources) -> list[str]:
-    """Return the modules whose code differs."""
+    """Return the names of the modules whose code differs."""
     return sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
 
 

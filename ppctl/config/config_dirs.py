@@ -9,5 +9,5 @@ ROOT = _PACKAGE if _IN_WHEEL else _PACKAGE.parent
 
 
 def user_cache_dir() -> Path:
-    """Return the directory of ppctl's caches: ~/.cache/ppctl, or in XDG_CACHE_HOME."""
+    """Return the directory of ppctl's caches: $XDG_CACHE_HOME/ppctl, by default ~/.cache/ppctl."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ppctl"

@@ -1,4 +1,4 @@
-"""Domains of single settings. A type names one, as in `steps: Natural = 3`; `check` enforces it.
+"""Domains of single settings. A type names its domain (`steps: Natural`); `check` enforces it.
 
 Each check raises a ConfigError with the key and its value.
 """
@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, cast, get_args, get_origin, get_typ
 
 from ppctl.errors import ConfigError
 
-LARGEST = 2**31 - 1  # largest whole number: steps and seeds are int32 on devices
+LARGEST = 2**31 - 1  # largest int setting: steps and seeds are int32 on devices
 DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 EXPONENT = re.compile(r"-?[\d.]+[eE][+-]?\d+")
 SCALARS = {int: Integral, float: Real, bool: bool, str: str, NoneType: NoneType}
@@ -53,12 +53,12 @@ def dotted(key: str, value: str) -> None:
 
 
 def one_of(*choices: str) -> Check:
-    """Return the check of a value among `choices`, for `Annotated[str, one_of("auto", "none")]`."""
+    """Return a check that a value is among `choices`: `Annotated[str, one_of("auto", "none")]`."""
     return partial(choice, choices=choices)
 
 
 def up_to(most: int, why: str) -> Check:
-    """Return the check of a whole number from 1 to `most`. why: its reason, for messages."""
+    """Return a check for whole numbers from 1 to `most`. why: reason for `most`, in messages."""
 
     def check(key: str, value: int) -> None:
         at_least(key, value, 1)
@@ -79,7 +79,7 @@ Rate = Annotated[float, below_one]  # [0, 1)
 class Settings:
     """Base class of the parts of the config and of nested settings."""
 
-    KEY: ClassVar[str]  # prefix of its settings' names
+    KEY: ClassVar[str]  # prefix of the settings' names, such as optim
 
     def check(self) -> None:
         """Raise ConfigError for the first impossible setting."""
@@ -87,10 +87,10 @@ class Settings:
 
 
 def domains(key: str, part: Any) -> None:
-    """Check that each setting of a part is null or in its domain, and each number within int32.
+    """Raise ConfigError if a setting of a part is outside its domain, or a number outside int32.
 
-    part: a dataclass; nested ones are checked too. key: prefix of the names in messages; empty for
-    arguments of the Python API.
+    Null is allowed. part: a dataclass; nested ones are checked too. key: prefix of the names in
+    messages; empty for arguments of the Python API.
     """
     checks = _checks(part.__class__)
     for field in fields(part):
@@ -103,7 +103,7 @@ def domains(key: str, part: Any) -> None:
             for place, each in _entries(name, value):
                 for check in checks[field.name]:
                     check(place, each)
-                if place == name:  # not an entry of a mapping: its keys are the user's
+                if place == name:  # entries of mappings have no limit
                     _number(name, each)
 
 
@@ -119,7 +119,7 @@ def _entries(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _number(key: str, value: Any) -> None:
-    """Check that a number is finite, and a whole one within int32."""
+    """Raise ConfigError for an infinite or NaN float, and an int outside int32 (bytes excepted)."""
     if isinstance(value, int) and abs(value) > LARGEST and not key.endswith("_bytes"):
         raise ConfigError(f"{key}={value} is out of reach: whole numbers go up to {LARGEST}.")
     if isinstance(value, float) and not math.isfinite(value):
@@ -128,13 +128,13 @@ def _number(key: str, value: Any) -> None:
 
 @cache
 def _checks(cls: type) -> dict[str, tuple[Check, ...]]:
-    """Return the checks of each setting of a class."""
+    """Return the checks of each setting of a class, by the setting's name."""
     hints = get_type_hints(cls, include_extras=True)
     return {name: tuple(_checks_of(hint)) for name, hint in hints.items()}
 
 
 def _checks_of(hint: Any) -> Iterator[Check]:
-    """Yield the checks of a type, also of those inside it: `Count | None`, `list[Count]`."""
+    """Yield the checks of a type and of the types inside it: `Count | None`, `list[Count]`."""
     if get_origin(hint) is Annotated:
         yield from hint.__metadata__
         return

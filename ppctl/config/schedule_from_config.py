@@ -54,11 +54,11 @@ def schedule_of(
     """Return the schedule that `request` names. ScheduleError or ConfigError if it is impossible.
 
     Args:
-        costs: read by schedule=auto and schedule.vocab=parallel only.
-        most_chunks: for schedule=auto: maximum stages per rank; the model has no layers for more.
-        makespan_s, rank_bytes: for schedule=auto: measures of a schedule, see `choose`.
-        in_lockstep: ranks run ticks together. No rank then waits for another's part of the
-            vocabulary, so forwards run no further ahead of backwards.
+        costs: costs of tasks, for schedule=auto and schedule.vocab=parallel.
+        most_chunks: for schedule=auto: maximum stages per rank that the layers allow.
+        makespan_s, rank_bytes: for schedule=auto: functions of a schedule, see `choose`.
+        in_lockstep: whether all ranks run each tick together. No rank then waits for another's part
+            of the vocabulary, so no extra microbatches are in flight.
     """
     # 1. the schedule, with the whole vocabulary on its first and last stage
     choice = None
@@ -83,7 +83,7 @@ def schedule_of(
         text = _knobs_text(request)
     # 2. the vocabulary divided over the ranks
     if request.vocab != "whole":
-        # schedule=auto caps memory, so its forwards run no further ahead either
+        # delay: extra microbatches in flight; 0 for schedule=auto too, which caps memory
         delay = 0 if in_lockstep or isinstance(request, settings.Auto) else None
         placed = costs if isinstance(costs, Costs) else costs(schedule.rank_of).costs
         schedule = with_vocabulary(schedule, delay, placed)
@@ -104,9 +104,10 @@ def pipeline_of(
     Args:
         trained: share of the layers' weights that are trained.
         costs_of: for schedule=auto: costs of a model's stages on any placement; None: equal costs.
-        in_ticks_bytes: for schedule=auto in lockstep: bytes of a rank, if bytes are capped.
+        in_ticks_bytes: for schedule=auto in lockstep, if memory is capped in bytes: function from
+            ticks to the bytes of a rank.
     """
-    # 1. measures of a schedule in lockstep
+    # 1. functions from a schedule to its makespan and bytes in lockstep
     remat, in_ticks = Remat.of(executor.remat), executor.ENGINE.in_ticks
     costs = task_costs(remat, trained)
 
@@ -172,7 +173,7 @@ def settled(
 ) -> tuple[settings.Schedule, settings.Mesh]:
     """Return a request and its mesh, with missing sizes of schedule=csv taken from the file.
 
-    is_free: the number of ranks is not stated either: take it from the file.
+    is_free: whether the number of ranks is not stated, and is taken from the file too.
     """
     if not isinstance(request, settings.Csv) or not (is_free or request.num_microbatches == 0):
         return request, mesh
@@ -197,7 +198,7 @@ def read(path: str | Path) -> Schedule:
 
 
 def read_valid(path: Path) -> Schedule:
-    """Return `read(path)`. A ScheduleError has one line, and refers to `ppctl schedule check`."""
+    """Return `read(path)`. Its ScheduleError has one line and points to `ppctl schedule check`."""
     try:
         return read(path)
     except ScheduleError as error:

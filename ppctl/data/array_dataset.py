@@ -15,11 +15,12 @@ ORDER_SEED = 0  # not the run's seed: runs that differ in the seed hold out the 
 def from_arrays(arrays: Mapping[str, Any], *, source: str, **how: Any) -> DataSet:
     """Return a data set of arrays [num_examples, ...]: "inputs" and "targets" (default: inputs).
 
-    The held-out examples are drawn at random, the same ones for every seed: files are often sorted
-    by class. `source` opens messages; how: batch_size, seed, eval_fraction. Raises DataError for
-    a value that is not an array of numbers, arrays of different lengths, or too few examples.
+    Files are often sorted by class, so the held-out examples are drawn at random; they are the
+    same for every seed. source: name of the data in messages; how: batch_size, seed and
+    eval_fraction. Raises DataError for a value that is not an array of numbers, arrays of different
+    lengths, or too few examples.
     """
-    # 1. the arrays, checked
+    # 1. check the arrays
     for name, array in arrays.items():
         is_array = isinstance(array, np.ndarray)
         if not is_array or array.dtype.kind not in "biuf" or not array.ndim:

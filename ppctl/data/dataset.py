@@ -17,7 +17,7 @@ from ppctl.errors import DataError
 Batch = dict[str, np.ndarray]
 Part = tuple[int, int, float]  # training examples, held-out examples, weight
 
-ORDER_VERSION = 1  # part of every fingerprint: raise it when the same settings give other batches
+ORDER_VERSION = 1  # part of every fingerprint: raise it when a change of code changes batches
 EVAL_ORDER_SEED = 0  # not the run's seed, so that all seeds are evaluated on the same text
 READ_AHEAD = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
 
@@ -38,14 +38,15 @@ class DataSet:
     seed: int
     num_examples: int  # training examples: one epoch
     num_eval_examples: int  # held-out examples
-    read: Callable[[np.ndarray], Batch] = field(repr=False, compare=False)  # [n] -> [n, ...]
+    # indices [n] -> arrays [n, ...] by name
+    read: Callable[[np.ndarray], Batch] = field(repr=False, compare=False)
     vocab_size: int | None = None  # None: numeric data
     input_dim: int | None = None  # features per row; None: tokens
     target_dim: int | None = None
     is_shuffled: bool = True  # False: each epoch is in the order of the indices
     is_packed: bool = False  # inputs mark where documents start, see `ppctl.data.pack_documents`
     mixture: Sequence[Part] = ()  # consecutive parts, mixed by weight, each with a separate order
-    num_short: int = 0  # examples with fewer targets, numbered last; not used in training
+    num_short: int = 0  # padded examples with the last indices; not used in training
 
     def batches(self, start_step: int = 0, rows: Sequence[int] | None = None) -> Iterator[Batch]:
         """Yield global batches start_step, start_step+1, ... without end.
@@ -89,7 +90,10 @@ class DataSet:
         return self._in_order(held_out_of(self.num_examples, self._parts), range(num_batches), rows)
 
     def numbers(self, *, held_out: bool) -> range:
-        """Return the indices of all examples, or of all held-out ones. Each target occurs once."""
+        """Return the indices of all examples, or of all held-out ones; both include short ones.
+
+        They cover each target once. Empty for held_out if no examples are held out.
+        """
         num_held_out = sum(number for _, number, _ in self._parts)
         if held_out and not num_held_out:
             return range(0)
@@ -154,9 +158,9 @@ def _order_seed(seed: int, *part: int) -> int:
 
 
 def num_held_out(have: str, num_examples: int, eval_fraction: float, batch_size: int) -> int:
-    """Return the number of held-out examples. DataError if a part is smaller than a batch.
+    """Return the number of held-out examples. DataError if either part is below a batch.
 
-    have: opens messages.
+    have: start of messages.
 
     >>> num_held_out("data.num_rows=1000", 1000, 0.05, 32)
     50
@@ -194,7 +198,8 @@ def divided(
 ) -> DataSet:
     """Return a data set of num_examples examples, the last eval_fraction of them held out.
 
-    content: JSON values that determine the examples; facts: other fields of a DataSet.
+    content: JSON values that determine the examples; have: start of messages; facts: other fields
+    of a DataSet.
     """
     num_eval = num_held_out(have, num_examples, eval_fraction, batch_size)
     order = {"name": name, "batch_size": batch_size, "seed": seed}

@@ -72,7 +72,8 @@ class Source(NamedTuple):
     """Files, and how to read them."""
 
     files: Sequence[Path]
-    unnamed: frozenset[Path]  # files found in a directory: left out silently if not text
+    # text files found in a directory, not named by the user: skipped silently if not UTF-8
+    unnamed: frozenset[Path]
     fields: Fields
     skips_broken: bool
 
@@ -88,10 +89,10 @@ def kind_of(file: Path) -> str:
 
 
 def documents_of(source: Source, doing: str) -> Iterator[Document | Broken]:
-    """Yield the documents of all files, and skipped broken ones; print progress from time to time.
+    """Yield the documents of all files, and the skipped broken ones; print progress lines.
 
-    doing: verb of the progress lines. Raises DataError for a broken document that may not be
-    skipped.
+    doing: verb of the progress lines, such as "tokenizing". Raises DataError for a broken document
+    that may not be skipped.
     """
     began = told = time.monotonic()
     num_read = 0
@@ -181,7 +182,7 @@ def _text(file: Path, fields: Fields) -> Iterator[Document | Broken]:
 
 
 def _pieces(file: Path, source: IO[bytes]) -> Iterator[Document]:
-    """Yield a file's text in pieces of about CHUNK_BYTES that are cut after lines."""
+    """Yield a file's text in pieces of about CHUNK_BYTES, cut at line breaks as in `_cut`."""
     decoder, held = codecs.getincrementaldecoder(UTF_8)(), ""
     while chunk := source.read(CHUNK_BYTES):
         cut = _cut(held)
@@ -192,7 +193,7 @@ def _pieces(file: Path, source: IO[bytes]) -> Iterator[Document]:
 
 
 def _cut(text: str) -> int:
-    """Return the last place to cut a text: a line break after a letter; 0 without one.
+    """Return the index of the last line break after a letter, a place to cut; 0 without one.
 
     Byte-level tokenizers join a line break with punctuation before it or space after it, but never
     with a letter, so such a cut changes no token.
@@ -279,7 +280,7 @@ def _parquet(file: Path, fields: Fields) -> Iterator[Document | Broken]:
         raise missing_package(f"{file}: Parquet", "pyarrow", "parquet") from error
     row = 0
     try:
-        # 1. columns
+        # 1. check the columns
         table = parquet.ParquetFile(file)
         names = table.schema_arrow.names
         missing = next((name for name in fields.names if name not in names), None)
@@ -287,7 +288,7 @@ def _parquet(file: Path, fields: Fields) -> Iterator[Document | Broken]:
             have = ", ".join(names) or "none"
             yield Broken(str(file), f"has no column {missing} (it has {have})")
             return
-        # 2. rows
+        # 2. read the rows
         for batch in table.iter_batches(ROWS_AT_ONCE, columns=fields.names):
             for values in batch.to_pylist():
                 row += 1
@@ -304,7 +305,7 @@ def _parquet(file: Path, fields: Fields) -> Iterator[Document | Broken]:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[IO[bytes]]:
-    """Yield a file's decompressed bytes. Reading damaged ones raises one of DAMAGED."""
+    """Yield the open file, decompressed. Reading a damaged file raises one of DAMAGED."""
     with open_file(file) as raw:
         source: Any = raw
         if file.suffix == ".gz":

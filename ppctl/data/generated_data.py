@@ -17,10 +17,10 @@ def synthetic(
     """Return the data set of walks around one fixed random cycle through the vocabulary.
 
     A token is followed by its successor on the cycle, except that one step in ten (q =
-    JUMP_FRACTION) jumps to a token drawn uniformly from all V. The cycle depends on the seed, and
-    sequence i on (seed, i). An untrained model's loss is about ln V. The least possible loss is the
-    entropy of a step: -(1-q+q/V) ln(1-q+q/V) - (V-1) (q/V) ln(q/V). Raises DataError if
-    num_sequences is too small for a batch.
+    JUMP_FRACTION) jumps to a token drawn uniformly from all V = vocab_size tokens. The cycle
+    depends on the seed, and sequence i on (seed, i). An untrained model's loss is about ln V. The
+    least possible loss is the entropy of a step: -(1-q+q/V) ln(1-q+q/V) - (V-1) (q/V) ln(q/V).
+    Raises DataError if num_sequences is too small for a batch.
     """
     # 1. draw the cycle
     cycle = generator(seed, 0).permutation(vocab_size)

@@ -17,10 +17,11 @@ def mixture(
     eval_fraction: float,
     **how: Any,
 ) -> DataSet:
-    """Return a data set of several parts; each has its weight's share of any run of sequences.
+    """Return a data set that interleaves several parts in proportion to their weights.
 
-    Each part has separate epochs and holds out eval_fraction of its examples. how: further
-    arguments of `text`. Raises DataError if a part has too few examples to train on or to hold out.
+    Epochs are counted for each part separately. Each part holds out eval_fraction of its examples.
+    how: further arguments of `text`. Raises DataError if a part has too few examples to train on or
+    to hold out.
     """
     # 1. the data set of each part
     how |= {"batch_size": 1, "seed": seed, "eval_fraction": eval_fraction}
@@ -30,11 +31,12 @@ def mixture(
         sets.append(text(source=f"data.parts[{number}].path={part['path']}", **of_part, **how))
         weights.append(float(part["weight"]))
 
-    # 2. examples: the training parts, then the held-out ones, then short ones
+    # 2. number the examples: training ones of all parts, then held-out ones, then short ones
     sizes = [(each.num_examples, each.num_eval_examples, each.num_short) for each in sets]
     trained, held_out, short = zip(*sizes, strict=True)
     bounds = np.cumsum([0, *trained, *held_out, *short])
-    before = (np.cumsum(sizes, axis=1) - sizes).T.ravel()  # first number of each piece in its part
+    # piece: training, held-out or short examples of a part; before: first index in the part
+    before = (np.cumsum(sizes, axis=1) - sizes).T.ravel()
 
     def read(numbers: np.ndarray) -> Batch:
         piece = np.searchsorted(bounds, numbers, side="right") - 1

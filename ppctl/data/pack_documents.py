@@ -21,7 +21,7 @@ class Packing(NamedTuple):
     """Pieces of documents by sequence: sequence i has the pieces bounds[i] : bounds[i + 1]."""
 
     starts: np.ndarray  # index of each piece's first token
-    lengths: np.ndarray  # inputs of each piece; its targets are one token later
+    lengths: np.ndarray  # number of inputs of each piece; its targets begin one token later
     bounds: np.ndarray
 
 
@@ -37,10 +37,11 @@ def packed(
     about: str = "",
     **how: Any,
 ) -> DataSet:
-    """Return the data set of documents packed into sequences of seq_len tokens, the last held out.
+    """Return the data set of documents packed into sequences of seq_len tokens.
 
-    Document i is ids[ends[i - 1] : ends[i]], its last token only a target; `end` pads sequences.
-    Other arguments are those of `from_tokens`. Raises DataError for too few sequences.
+    Document i is ids[ends[i - 1] : ends[i]]; its last token is only a target. The last sequences
+    are held out. end: token that pads sequences. Other arguments are those of `from_tokens`. Raises
+    DataError for too few sequences, or without a token that is learned.
     """
     # 1. the pieces of each sequence
     packing = pack(ends, seq_len)
@@ -48,7 +49,7 @@ def packed(
     if is_learned is not None and not is_learned.any():
         raise DataError(f"{source}: all tokens are prompts. Use another data.prompt_field.")
 
-    # 2. sequences
+    # 2. make sequences when they are read
     def read(examples: np.ndarray) -> Batch:
         inputs = np.full((len(examples), seq_len), end, np.int32)
         targets = np.full((len(examples), seq_len), NO_TOKEN, np.int32)
@@ -64,7 +65,7 @@ def packed(
                 inputs[row, place] = ~inputs[row, place]
                 place += length
             if place < seq_len:
-                inputs[row, place] = ~end  # padding is a document that is not learned
+                inputs[row, place] = ~end  # padding is one more document, without targets
         return {"inputs": inputs, "targets": targets}
 
     # 3. names and sizes
@@ -92,8 +93,8 @@ def pack(ends: np.ndarray, seq_len: int) -> Packing:
     [0, 2, 3]
     """
     # 1. choose a sequence for each piece
-    pieces: list[tuple[int, int, int]] = []  # first token, inputs, sequence
-    room: list[tuple[int, int]] = []  # free tokens and sequence, ascending
+    pieces: list[tuple[int, int, int]] = []  # index of first token, number of inputs, sequence
+    room: list[tuple[int, int]] = []  # (free tokens, sequence) of open sequences, ascending
     num_sequences, first = 0, 0
     for last in ends.tolist():
         for start in range(first, last - 1, seq_len):

@@ -18,7 +18,8 @@ from ppctl.errors import DataError
 from ppctl.user_files import why_not_plain
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-NOT_SOURCE = ("config-", "_sysconfigdata")  # generated when Python is built: differ by machine
+# prefixes of files and directories that are generated when Python is built and differ by machine
+NOT_SOURCE = ("config-", "_sysconfigdata")
 GLOB = frozenset("*?[")
 
 
@@ -58,17 +59,17 @@ def text(
     """Return the data set of a file, of files that match a pattern, or of a directory's files.
 
     Files are in the order of their paths. Hidden files and directories, links to directories, files
-    without text and `cache_dir` are left out. source: opens messages; how: as in `stdlib`. Raises
-    DataError for a path without files, an unreadable file, a broken document unless on_error=skip,
-    and too little for a batch.
+    without text and `cache_dir` are left out. source: name of the data in messages; how: as in
+    `stdlib`. Raises DataError for a path without files, an unreadable file, a broken document
+    unless on_error=skip, and too few examples for a batch.
     """
-    # 1. the files, tokenized once
+    # 1. tokenize the files, or read the cache
     source = source or f"data=text data.path={path}"
     by, fields = load_tokenizer(tokenizer, end_token), Fields(field, prompt_field, document)
     how_read = {"skips_broken": on_error == "skip", "opening": source, "cache_dir": cache_dir}
     files = source_of([path], fields, **how_read)
     tokens = cached_tokens("text", files, by, "", cache_dir)
-    # 2. a data set, if there is text
+    # 2. make the data set
     if not len(tokens.ids):
         skipped = f"; {tokens.num_skipped} skipped, first: {tokens.first_skipped}"
         raise DataError(
@@ -80,7 +81,7 @@ def text(
 
 
 def _data_set(tokens: Tokens, by: Tokenizer, *, packing: bool, **how: Any) -> DataSet:
-    """Return the data set of tokenized documents: packed, or in windows over all of them."""
+    """Return the data set of tokenized documents: packed, or joined and cut into windows."""
     about = "" if by.name == BYTES else f", {len(tokens.ids):,} tokens of {by.name}"
     if tokens.num_skipped:
         about += f", {tokens.num_skipped} broken skipped (first: {tokens.first_skipped})"

@@ -45,9 +45,10 @@ def from_tokens(
     Window i starts at token i*seq_len: the last target of a window is the first input of the next,
     so each token is predicted once. The last windows are held out; they start one token later, to
     share no token with training. Tokens after the last full window form a short one, padded with
-    targets NO_TOKEN; training uses it only without a full window, and if batch_size is 1.
-    source: opens messages; about: appended to the description; content: digest of the tokens;
-    is_learned: [num_tokens], False for tokens that are not targets. Raises DataError for too few.
+    targets NO_TOKEN; training uses it only if no window is full and batch_size is 1.
+    source: name of the data in messages; about: appended to it in the description; content: digest
+    of the tokens; is_learned: [num_tokens], False for tokens that are not targets. Raises DataError
+    for too few tokens.
     """
     # 1. the number of windows
     gap = 1 if how["eval_fraction"] > 0 else 0
@@ -107,11 +108,12 @@ def tokens(
     source: str | None = None,
     **how: Any,
 ) -> DataSet:
-    """Return the data set of a flat integer `.npy`, or a raw `.bin` of `dtype` (native order).
+    """Return the data set of a flat `.npy` file of integers, or of a raw `.bin` file.
 
-    vocab_size None: the tokenizer's, else the largest id plus one, found by reading all ids.
-    sizes_only: read no ids. source: opens messages. Raises DataError for a missing or damaged file,
-    a large file without vocab_size and tokenizer, and an id outside 0..vocab_size-1.
+    dtype: type of the ids in a .bin file, in native byte order. vocab_size None: the tokenizer's,
+    else the largest id plus one, found by reading all ids. sizes_only: read no ids. source: name of
+    the data in messages. Raises DataError for a missing or damaged file, a large file without
+    vocab_size and tokenizer, and an id outside 0..vocab_size-1.
     """
     source = source or f"data=tokens data.path={path}"
     ids = open_tokens(Path(path).expanduser(), dtype, source)

@@ -80,8 +80,8 @@ def byte_tokenizer() -> Tokenizer:
 def load_tokenizer(name: str | None, end_token: str | None) -> Tokenizer:
     """Return the tokenizer of data.tokenizer. DataError if it cannot be used.
 
-    name: bytes (None too), a tokenizer.json, or a directory with one. end_token None: eos_token of
-    its settings.
+    name: bytes or None (one token per byte), a tokenizer.json, or a directory with one. end_token:
+    token that ends documents; None: eos_token in the tokenizer's settings.
     """
     if name is None or name == BYTES:
         if end_token is not None:
@@ -130,7 +130,7 @@ def json_object(file: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", values)
 
 
-@lru_cache(8)  # the parts of a mixture share one
+@lru_cache(8)  # parts of a mixture share a tokenizer
 def _loaded(
     name: str, text: str, end_token: str | None, template: ChatTemplate | None
 ) -> Tokenizer:
@@ -140,7 +140,7 @@ def _loaded(
         of_text.encode_special_tokens = True
         vocabulary: dict[str, int] = of_text.get_vocab(with_added_tokens=True)
         added: dict[int, Any] = of_text.get_added_tokens_decoder()
-        start: list[int] = of_text.encode("").ids  # the post-processor adds these
+        start: list[int] = of_text.encode("").ids  # ids that the post-processor adds
     if not vocabulary:
         raise DataError(f"data.tokenizer={name}: the vocabulary is empty. Use a trained tokenizer.")
     # 2. the tokens around a document
@@ -167,7 +167,7 @@ def _loaded(
     def encode_chat(chat: str, spans: Spans) -> Encoded:
         encoding = of_chat.encode(chat, add_special_tokens=False)
         firsts = np.asarray([first for first, _ in encoding.offsets], np.int64)
-        bounds = np.asarray(spans, np.int64).reshape(-1)  # ascending
+        bounds = np.asarray(spans, np.int64).reshape(-1)  # characters, ascending
         is_learned = np.searchsorted(bounds, firsts, side="right") % 2 == 1
         return np.asarray(encoding.ids, np.uint32), is_learned
 
@@ -192,7 +192,7 @@ def _loaded(
 
 @contextmanager
 def _in_library(name: str) -> Iterator[None]:
-    """Raise DataError for any error of the tokenizers library in the body."""
+    """Turn any error of the tokenizers library in the body into a DataError."""
     try:
         yield
     except (DataError, KeyboardInterrupt, SystemExit):

@@ -17,16 +17,16 @@ from ppctl.schedule.mesh_axes import AXES, MeshSizes, in_hosts_order, product_te
 
 
 def on_cpu() -> str:
-    """Return the setting that makes JAX start on the CPU, for messages."""
+    """Return the text, for messages, of the setting that makes JAX start on the CPU."""
     return setting("run.platform", "cpu", "JAX_PLATFORMS=cpu")
 
 
 def make_mesh(sizes: MeshSizes, order: str = "auto") -> Mesh:
-    """Return a mesh of attached devices: one process uses its first ones, several use all.
+    """Return a mesh of attached devices: the first ones of one process, or all of several.
 
     order: as in `laid_out`. Raises ConfigError if there are too few devices, several processes have
-    more devices than the mesh, hosts differ in size, an axis such as tp would span hosts, or JAX
-    cannot start.
+    more devices than the mesh, hosts have different numbers of devices, an axis such as tp would
+    span hosts, or JAX cannot start.
     """
     devices = all_devices()
     need, kind, num_processes = sizes.num_devices, devices[0].platform, jax.process_count()
@@ -47,7 +47,7 @@ def make_mesh(sizes: MeshSizes, order: str = "auto") -> Mesh:
 
 
 def repeated_mesh(sizes: MeshSizes) -> Mesh:
-    """Return a mesh that repeats one device, for shapes and for programs of a single device."""
+    """Return a mesh that repeats one device, to compute shapes or run programs of one device."""
     devices = np.empty(sizes.shape, object)
     devices[:] = all_devices()[0]
     return mesh_of(devices)
@@ -70,7 +70,8 @@ def laid_out(devices: Sequence[Any], mesh: MeshSizes, order: str = "auto") -> np
 
     order: the axes, joined by "-", from the slowest links to the fastest; axes inside a stage come
     last. The first axis spans as many hosts (TPU slices) as its size allows, then the next. "auto":
-    pp-dp-fsdp over several hosts; in one host, the links of GPUs are alike, and JAX lays out TPUs.
+    pp-dp-fsdp over several hosts; inside one host, the given order of GPUs, whose links are alike,
+    and JAX's layout of TPUs.
     Raises ConfigError if hosts have different numbers of devices, or tp would span hosts.
     """
     groups, sizes, shape = hosts_of(devices), mesh.by_axis, mesh.shape
@@ -88,7 +89,8 @@ def laid_out(devices: Sequence[Any], mesh: MeshSizes, order: str = "auto") -> np
         check_one_host(sizes, over, _kind(devices), counts[0])
     inner = [sizes[axis] // over[axis] for axis in axes]
     blocks = np.stack([_within(group, inner) for group in groups])
-    # [hosts along each axis..., devices within...] to [dp over hosts, dp within, pp over hosts...]
+    # from [hosts along each axis..., devices in a host along each axis...]
+    # to [hosts along dp, devices in a host along dp, hosts along pp, ...]
     whole = blocks.reshape([over[axis] for axis in axes] + inner)
     places = [place for axis in AXES for place in (axes.index(axis), len(axes) + axes.index(axis))]
     return whole.transpose(places).reshape(shape)
@@ -107,7 +109,7 @@ def axes_in(order: str) -> tuple[str, ...]:
 
 
 def over_hosts(sizes: Mapping[str, int], order: str, num_hosts: int) -> dict[str, int]:
-    """Return the number of hosts that each axis spans: as many as it can, before the next axis.
+    """Return the number of hosts that each axis spans: the most possible, axis by axis.
 
     The product is `num_hosts` if all hosts have the same number of devices and all take part.
 
@@ -146,7 +148,8 @@ def check_hosts(sizes: MeshSizes, order: str, number: int, of_each: int) -> None
 def hosts_of(devices: Sequence[Any]) -> list[list[Any]]:
     """Return the groups of devices that fast links join: slices, or processes of one slice.
 
-    JAX gives each GPU host its slice. Described GPUs have one slice, and one process for each host.
+    JAX gives each GPU host a separate slice. Described GPUs are one slice, with one process for
+    each host.
     """
     found: dict[int, list[Any]] = defaultdict(list)
     has_slices = _kind(devices) != "processes"
@@ -190,7 +193,7 @@ def _within(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
 
 
 def all_devices(backend: str | None = None) -> list[Any]:
-    """Start JAX and return the devices of all processes. ConfigError if it cannot start.
+    """Start JAX and return the devices of all processes. Raises ConfigError if JAX cannot start.
 
     backend: "cpu", or None for the first of JAX's platforms.
     """

@@ -31,7 +31,8 @@ PRODUCT = re.compile(
 )
 GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
 IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-# groups written as a mesh, its device ids if not in order, and axes (or parts) of a group
+# groups written as a mesh, its device ids unless in order, and the axes (or parts of axes) along
+# which the devices of a group lie
 MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.+?)\))? \{([^}]*)\}")
 MESH_AXIS = re.compile(r"([^,=]+)=(\d+)")
 GROUP_AXIS = re.compile(r"([^,:]+)(?::\((\d+)\)(\d+))?(?:,|$)")
@@ -43,9 +44,9 @@ class Call(NamedTuple):
     """A computation that an instruction calls."""
 
     computation: str
-    how: str  # attribute that names it: to_apply | calls | body | condition | branch
+    how: str  # attribute with its name: to_apply | calls | body | condition | branch
     times: int | None  # calls per run of the instruction; None: a loop of unknown length
-    is_branch: bool  # whether an instruction chooses it among branches
+    is_branch: bool  # whether it is a branch of a conditional, which might be skipped
 
 
 def computations(text: str) -> tuple[str, dict[str, list[str]]]:
@@ -81,13 +82,13 @@ def calls(line: str) -> list[Call]:
 
 
 def name_of(line: str) -> str | None:
-    """Return the name of the instruction in a line, or None."""
+    """Return the name of the instruction in a line; None for other lines."""
     found = NAME.match(line)
     return None if found is None else found[1]
 
 
 def path_of(line: str) -> str:
-    """Return an instruction's path in the traced function: "jit(step)/while/body/dot_general"."""
+    """Return an instruction's path in the traced function, such as "jit(step)/while/body/mul"."""
     found = OP_NAME.search(line)
     return "" if found is None else found[1]
 
@@ -100,9 +101,9 @@ class Collective:
     axes: tuple[str, ...]  # axes of the mesh along which devices communicate
     instructions: int
     times: int | None  # runs per run of the program; None: a loop of unknown length
-    is_at_most: bool  # whether `times` is an upper bound: a device may skip their branch
+    is_at_most: bool  # whether a device may run them fewer times, as they are in a branch
     bytes: int  # bytes of their results on one device, if each runs once
-    overlapped: int  # number of them with a matrix product between start and done
+    overlapped: int  # number of instructions with a product between start and done
 
     @property
     def all_bytes(self) -> int | None:
@@ -113,7 +114,7 @@ class Collective:
 def collectives(text: str, mesh: Mapping[str, int]) -> list[Collective]:
     """Return the collectives of compiled HLO, grouped by kind, axes and number of runs.
 
-    mesh: names and sizes of the axes of its devices.
+    mesh: the axes of the program's devices, with their sizes.
 
     >>> gather = "ROOT %g = f32[8]{0} all-gather(%x), replica_groups=[2,4]<=[4,2]T(1,0)"
     >>> text = f"ENTRY %main (x: f32[2]) -> f32[8] {{\\n  {gather}\\n}}"
@@ -172,7 +173,7 @@ def collectives(text: str, mesh: Mapping[str, int]) -> list[Collective]:
 
 
 def _beside_products(body: list[str], multiplies: Callable[[str], bool]) -> set[str]:
-    """Return the names of the start instructions with a matrix product before their done."""
+    """Return the names of start instructions with a matrix product between them and their done."""
     started, found = dict[str, bool](), set[str]()
     for line in body:
         done, name = DONE.match(line), name_of(line)
@@ -221,9 +222,9 @@ def _ints(text: str | None) -> list[int]:
 
 
 def _groups_of_mesh(mesh: str, ids: str | None, axes: str) -> Iterator[list[int]]:
-    """Yield groups written as a mesh and some of its axes, as by XLA of jaxlib 0.12.
+    """Yield the groups of devices along some axes of a mesh, as XLA of jaxlib 0.12 writes them.
 
-    `x:(a)b` is the part of size b of axis x, after a part of size a and before the rest.
+    `x:(a)b`: axis x is reshaped to [a, b, rest], and a group lies along the dim of size b.
 
     >>> list(_groups_of_mesh("'x'=2,'y'=4", None, "'x','y':(2)2"))
     [[0, 1, 4, 5], [2, 3, 6, 7]]
@@ -238,7 +239,7 @@ def _groups_of_mesh(mesh: str, ids: str | None, axes: str) -> Iterator[list[int]
     if ids is not None and (listed := MESH_IDS.match(ids)) is not None:
         dims, order, each = map(_ints, listed.groups())
         devices = np.array(each) if each else devices.reshape(dims).transpose(order or None)
-    # 2. each axis as (part before, part, rest)
+    # 2. each axis reshaped to [before, part of a group, rest]
     parts = {
         name: (int(before or 1), int(size or sizes[name]))
         for name, before, size in GROUP_AXIS.findall(axes)
@@ -248,14 +249,17 @@ def _groups_of_mesh(mesh: str, ids: str | None, axes: str) -> Iterator[list[int]
         before, size = parts.get(name, (whole, 1))
         of_group += [len(shape) + 1] if name in parts else []
         shape += [before, size, whole // (before * size)]
-    # 3. axes with the parts of a group last
+    # 3. the dims of a group last
     apart = [i for i in range(len(shape)) if i not in of_group]
     whole = devices.reshape(shape).transpose(apart + of_group)
     yield from whole.reshape(-1, prod(shape[i] for i in of_group)).tolist()
 
 
 def _bytes(shape: str, kind: str, *, is_start: bool) -> int:
-    """Return the bytes of an instruction's result; the shape of a start has its operands first."""
+    """Return the bytes of a collective's result on one device.
+
+    The shape of a start, except that of an all-reduce, is a tuple: its operands, then its results.
+    """
     if is_start and kind != "all-reduce":
         shape = _entries(shape)[1]
     return sum(_array_bytes(dtype, dims) for dtype, dims in ARRAY.findall(shape))

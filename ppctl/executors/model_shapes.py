@@ -1,4 +1,4 @@
-"""A model on one device: its shapes, its stage, and the parts that use each embed_head leaf."""
+"""A model on one device: its shapes, its stage, and the leaves that embedding and head use."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,11 +33,11 @@ class Model:
     """A model as one device's programs see it; models compare by identity.
 
     Batches have the shapes of one device's examples. Parameters have the shapes of the device's
-    shards if axes divide the stage; they have whole shapes if nothing or XLA divides it.
+    shards if axes divide the stage; shapes are whole if the stage is undivided or XLA divides it.
     """
 
     stack: Stack  # stack with the functions of one device
-    embed_head: Tree  # shapes of embedding and head, natural
+    embed_head: Tree  # shapes of embedding and head, in natural form
     layer: Tree  # shapes of one layer
     microbatch: Tree  # shapes of one device's examples of a microbatch: {"inputs", "targets"}
     num_microbatches: int
@@ -45,15 +45,17 @@ class Model:
     unroll: int
     dtype: Any
     axes: StageAxes = WHOLE
-    own_embed_head: tuple[bool, ...] | None = None  # whether ranks divide each leaf
-    layer_specs: Tree = None  # specs of a layer that tasks gather over fsdp; None: whole
+    # for each leaf of embed_head, whether the pipeline ranks divide it; None: no leaf
+    own_embed_head: tuple[bool, ...] | None = None
+    # specs of a layer, if tasks gather it over fsdp; None: all layers are gathered once a step
+    layer_specs: Tree = None
     auto_specs: Tree = None  # specs of {"embed_head", "layers"}, if XLA divides the model
-    # whether compiled for GPUs: `Stage(in_order=True)`, and loops instead of branches in ticks
+    # whether programs are for GPUs: `Stage(in_order=True)`, and loops instead of branches in ticks
     for_gpu: bool = False
     parts: VocabularyParts | None = None  # functions for a rank's part of the vocabulary
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "remat", Remat.of(self.remat))  # accepts a name
+        object.__setattr__(self, "remat", Remat.of(self.remat))  # also takes a name
 
     @property
     def auto(self) -> tuple[str, ...]:
@@ -81,14 +83,14 @@ class Model:
         return self.traced(lambda: jax.eval_shape(self.stack.embed, *args))
 
     def traced(self, function: Callable[[], Any]) -> Any:
-        """Return function(), which computes shapes; it may trace collectives of layers."""
+        """Return function(), traced with the axes inside a stage: layers may use collectives."""
         found: list[Any] = []
         jax.make_jaxpr(lambda: found.append(function()), axis_env=list(self.axes.sizes))()
         return found[0]
 
     @cached_property
     def inputs(self) -> LayerInputs:
-        """The extra inputs of layers. ConfigError if embedding or head attach a loss."""
+        """The extra inputs of layers. Raises ConfigError if embedding or head attach a loss."""
         embed_head, batch = self.computed(self.embed_head), self.microbatch
         with without_attached("embedding"):
             self.traced(lambda: jax.eval_shape(self.stack.embed, embed_head, batch["inputs"]))
@@ -99,26 +101,26 @@ class Model:
         return self.traced(lambda: LayerInputs.of(*layer))
 
     def with_inputs(self, layer: Tree) -> Tree:
-        """Return the shapes of a layer with its extra inputs, before `with_keys`."""
+        """Return the shapes of a layer with its extra inputs; `with_keys` adds keys."""
         place, number = (jax.ShapeDtypeStruct((), dtype) for dtype in (self.master, jnp.int32))
         return self.inputs.extended(layer, place, number)
 
     def computed_params(self, params: Tree, numbers: Any) -> Tree:
-        """Return staged parameters in the compute dtype, layers with extra inputs and numbers."""
+        """Return staged parameters in the compute dtype, layers with extra inputs."""
         places = jnp.zeros(jax.tree.leaves(params["layers"])[0].shape[:3], self.master)
         extended = params | {"layers": self.inputs.extended(params["layers"], places, numbers)}
         return self.inputs.computed(extended, self.dtype, self.stack.options.updates)
 
     @cached_property
     def stage(self) -> Stage:
-        """The stage in a train step, whose layers get keys if they take any."""
+        """The stage in a train step: its layers get keys if they take any."""
         keys = jax.ShapeDtypeStruct((self.num_examples, 2), jnp.uint32)
         layer = self.with_inputs(self.computed_layer)
         return self._stage(jax.eval_shape(self.inputs.with_keys, layer, keys))
 
     @cached_property
     def evaluation_stage(self) -> Stage:
-        """The stage in an evaluation, whose layers have no keys."""
+        """The stage in an evaluation: its layers get no keys."""
         layer = self.with_inputs(self.computed_layer)
         return self._stage(layer) if self.inputs.has_key else self.stage
 
@@ -218,7 +220,10 @@ class Model:
         return self.stack.embed(self.fill(embed_head), inputs)
 
     def head(self, embed_head: Tree, y: jax.Array, targets: Tree, *known: Any) -> tuple:
-        """Return (sum of losses, their number); known: last arguments of `VocabularyParts.head`."""
+        """Return (sum of losses, their number).
+
+        known: the last arguments of `VocabularyParts.head`, if the vocabulary is divided.
+        """
         if known and self.parts is not None:
             return self.parts.head(embed_head, y, targets, *known)
         return self.stack.head(self.fill(embed_head), y, targets)
@@ -233,7 +238,7 @@ class Model:
     def add_head(
         self, embed_head: Tree, y: jax.Array, targets: Tree, total: Tree, *known: Any
     ) -> tuple[jax.Array, Tree, Any]:
-        """Return (gradient of y, `total` with the head's added, (sum of losses, their number))."""
+        """Return (gradient of y, `total` with the head's gradient, (sum of losses, number))."""
         trains, head = self.stack.trains("embed_head"), lambda *args: self.head(*args, *known)
         gy, total, *losses = add_head_grads(head, embed_head, y, targets, total, trains)
         return gy, total, tuple(losses)
@@ -246,7 +251,7 @@ class Model:
 
     @property
     def computed_layer(self) -> Tree:
-        """Shapes of a layer in the compute dtype; counted parameters keep theirs."""
+        """Shapes of a layer in the compute dtype; parameters updated by counts keep their dtype."""
         return cast_layers(self.layer, self.dtype, self.stack.options.updates)
 
     def computed(self, shapes: Tree) -> Tree:
@@ -266,6 +271,6 @@ def shard_bytes(tree: Tree) -> int:
 
 
 def shard_shapes(tree: Tree) -> Tree:
-    """Return the shapes of one device's share of a tree of sharded arrays or shapes."""
+    """Return the shapes of one device's shards of a tree of sharded arrays or shapes."""
     one = lambda a: jax.ShapeDtypeStruct(a.sharding.shard_shape(a.shape), a.dtype)  # noqa: E731
     return jax.tree.map(one, tree)

@@ -20,8 +20,8 @@ Tree = Any
 class ParamBytes:
     """Bytes of one device's parameters in a stage, as stored for the optimizer.
 
-    own: trained bytes that some of `COPY_AXES` divide, such as experts; for each set of axes (axes,
-    bytes of a layer, bytes of embedding and head).
+    own: trained parameters that some of `COPY_AXES` divide, such as experts. For each set of axes:
+    (axes, bytes in a layer, bytes in embedding and head).
     """
 
     layer: int  # bytes of a layer
@@ -31,7 +31,7 @@ class ParamBytes:
     frozen_layer: int = 0  # bytes of a layer's frozen parameters
     frozen_embed_head: int = 0  # bytes of the frozen parameters of embedding and head
     own: tuple[tuple[tuple[str, ...], int, int], ...] = ()
-    update_flops: int = 0  # FLOPs of the optimizer for an undivided layer; 0: elementwise
+    update_flops: int = 0  # optimizer's FLOPs for an undivided layer; 0: elementwise
 
     def with_embed_head_over(self, ranks: int) -> Self:
         """Return the sizes with embedding and head divided over `ranks` ranks."""

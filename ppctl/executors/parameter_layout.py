@@ -41,7 +41,7 @@ def without_axes(specs: Tree, axes: tuple[str, ...]) -> Tree:
 
 
 class Shard(NamedTuple):
-    """The division of a parameter's dim by axes inside a stage; for layers, within one layer."""
+    """The division of a dim of a parameter (of one layer) by axes inside a stage."""
 
     dim: int
     num_dims: int
@@ -54,7 +54,7 @@ class Shard(NamedTuple):
 def parameter_of(path: tuple) -> tuple[str, ...]:
     """Return the path's names from "embed_head" or "layers" on; () for a path without either.
 
-    They are equal for a parameter and its optimizer state.
+    A parameter and its optimizer state have the same names.
     """
     names = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in path]
     first = (i for i, name in enumerate(names) if name in ("embed_head", "layers"))
@@ -63,7 +63,7 @@ def parameter_of(path: tuple) -> tuple[str, ...]:
 
 
 def shards_of(params: Tree, sharding: Tree, axes: StageAxes) -> dict[tuple[str, ...], Shard]:
-    """Return the `Shard` of each parameter that axes inside a stage divide, by its names.
+    """Return the `Shard` of each parameter that axes inside a stage divide, by `parameter_of`.
 
     params: shapes {"embed_head", "layers"} in natural order. sharding: their PartitionSpecs, of one
     layer. With axes.vocab_parts the ranks divide the sharded leaves of embedding and head, too.
@@ -101,7 +101,7 @@ class Layout:
     auto: tuple[str, ...] = ()  # axes that XLA partitions the model over, such as tp
 
     def auto_specs(self, params: Tree) -> Tree:
-        """Return the PartitionSpecs for XLA of {"embed_head", "layers"} (one layer)."""
+        """Return the PartitionSpecs by which XLA divides {"embed_head", "layers"} (one layer)."""
 
         def spec(path: tuple, leaf: jax.ShapeDtypeStruct) -> P:
             shard = self.shard(path, leaf.shape)
@@ -130,7 +130,7 @@ class Layout:
         return len(self.counts)
 
     def _by_chunk(self) -> list[range]:
-        """Return the layers of (chunk 0, rank 0), (chunk 0, rank 1), ...: model order if looped."""
+        """Return the layers of (chunk 0, rank 0), (chunk 0, rank 1), ...; looped: model order."""
         num_ranks = self.mesh.shape["pp"]
         stages: list[list[range]] = [[] for _ in range(num_ranks)]
         for layers, rank in zip(self.partition, self.rank_of, strict=True):
@@ -213,7 +213,7 @@ class Layout:
         return self.unpadded(jax.tree_util.tree_map_with_path(convert, tree), 1)
 
     def padded(self, tree: Tree, num_stacked: int) -> Tree:
-        """Return a tree with divided dims padded by zeros; num_stacked: leading dims of layers."""
+        """Return a tree with divided dims zero-padded; num_stacked: leading dims of layers."""
         return self._resized(tree, num_stacked, lambda shard: shard.padded)
 
     def unpadded(self, tree: Tree, num_stacked: int) -> Tree:
@@ -241,7 +241,7 @@ class Layout:
     def staged_spec(
         self, path: tuple, shape: tuple[int, ...], axes: tuple[str, ...] = ("pp", "fsdp")
     ) -> P:
-        """Return the spec of a staged leaf; axes: those that store embedding and head."""
+        """Return the spec of a staged leaf; axes: axes over which embedding and head are stored."""
         if is_layer(path):
             of_layer = shape[3:]
             shard = self.shard(path, of_layer)
@@ -267,9 +267,9 @@ class Layout:
     ) -> tuple:
         """Return the axis names of each dim: `axes` on the first dim that they divide.
 
-        If they divide no dim, their last axis is used. The first dim is best: to gather or scatter
-        along a later one, XLA reorders the dims of the array. shard: adds the axes inside a stage
-        to its dim. A vocabulary divided over the ranks takes no other axis: it is never gathered.
+        If they divide no dim, only their last axis is placed. The first dim is best: to gather or
+        scatter along a later dim, XLA transposes the array. shard: its axes are added on its dim.
+        The dim of a vocabulary divided over the ranks takes no other axis: it is never gathered.
         """
         dim, parts = (-1, 1) if shard is None else (shard.dim, shard.num_parts)
         over_ranks = shard is not None and "pp" in shard.axes
@@ -348,8 +348,8 @@ def layer_specs(staged: Tree, *, are_stacked: bool = False) -> Tree:
 def scatter_sums(tree: Tree, specs: Tree, replicated: tuple[str, ...]) -> Tree:
     """Sum each leaf over the axes `replicated`; return this device's shard, inside shard_map.
 
-    A leaf is not summed over axes that divide it, such as tp, or the ranks for a vocabulary: their
-    shards are different parts. fsdp is summed over: it divides only the storage of the sum.
+    A leaf is not summed over axes that divide it, such as tp (or pp, for a divided vocabulary): its
+    shards are different parameters. It is summed over fsdp, which divides only the storage.
     """
 
     def reduce(leaf: jax.Array, spec: P) -> jax.Array:

@@ -18,7 +18,7 @@ from ppctl.model.trainable_parameters import trained_part, with_trained
 from ppctl.schedule.remat import Remat
 
 Tree = Any
-MOST_UNROLLED = 16  # layers in the program; deeper models are scanned
+MOST_UNROLLED = 16  # maximum number of unrolled layers; deeper models are scanned
 
 
 def reference(
@@ -36,14 +36,15 @@ def reference(
       num_microbatches: number of microbatches, whose gradients are summed in turn.
       remat: none, layer (the backward recomputes each layer) or full (the whole model).
       dtype: the compute dtype.
-      unroll: the most equal layers to unroll; more are scanned. Layers that differ are unrolled.
+      unroll: maximum number of equal layers to unroll; more are scanned. Different layers are
+        always unrolled.
       with_grads: if False, the function returns (loss, number of losses in the mean).
 
     Returns:
       A function of params in natural order and of batch {"inputs", "targets"}, arrays [batch, ...],
       with "keys" of the examples (`ppctl.model.random_keys`) for layers with a key.
-      losses: {"loss": mean over the batch}, and by name each attached loss, over the same number,
-      and each metric of the head. Gradients have the parameters' dtype; None for frozen ones.
+      losses: {"loss": mean over the batch}, with each attached loss (divided by the same number)
+      and each metric of the head by name. Gradients have the parameters' dtype; None if frozen.
     """
     # 1. the loss of a microbatch; layers carry their extra inputs
     setting = Remat.of(remat)
@@ -77,7 +78,7 @@ def reference(
 def _accumulated(
     stack: Stack, loss_of: Callable[[LayerInputs], Callable], num_microbatches: int
 ) -> Callable[[Tree, Tree], tuple[dict[str, jax.Array], Tree]]:
-    """Return the function of `reference` with gradients, summed over microbatches."""
+    """Return the function of `reference` for with_grads=True."""
 
     def loss_and_grads(params: Tree, batch: Tree) -> tuple[dict[str, jax.Array], Tree]:
         # 1. parameters, extended by the extra inputs of layers

@@ -48,10 +48,10 @@ class Conversation:
         self._num_positions = 0
 
     def answer(self, message: str) -> Iterator[str]:
-        """Yield the answer to a user's message, piece by piece; then keep both.
+        """Yield the answer to a user's message in pieces of text; then append both to the messages.
 
         Raises ConfigError if the conversation is longer than the model's positions, DataError if
-        the template refuses its roles.
+        the template refuses the roles of its messages.
         """
         messages = [*self.messages, {"role": "user", "content": message}]
         ids = self._model.encoded_chat(messages)

@@ -31,7 +31,7 @@ from ppctl.training.run.kept_tokenizer import (
 from ppctl.training.run.saved_run import load_run
 
 Tree = Any
-SHARD_BYTES = 5 * 10**9  # bytes of a file before its last tensor, at most
+SHARD_BYTES = 5 * 10**9  # bytes of a file; a tensor across the limit stays where it begins
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 BFLOAT16 = ml_dtypes.bfloat16
 DTYPES: dict[str, Any] = {"float32": np.float32, "bfloat16": BFLOAT16, "float16": np.float16}
@@ -53,8 +53,9 @@ def export_model(
 ) -> Exported:
     """Write a checkpoint as safetensors with config.json, and the files kept by an import.
 
-    step: None: the newest. dtype: the tensors' dtype; None: the imported model's, else float32.
-    adapter: write only the adapters of optim.train=lora, under PEFT's names; else merge them.
+    step: the checkpoint's step; None: the newest. dtype: the tensors' dtype; None: the imported
+    model's, else float32. adapter: write only the adapters of optim.train=lora, under PEFT's names;
+    else merge them.
 
     Raises:
         ConfigError: `transformers` lacks the run's model, the run has no adapters, or `out` exists.
@@ -181,9 +182,8 @@ def _write_tensors(
             save_file(tensors, out / name, {"format": "pt"})
         except SafetensorError as error:  # such as a full disk
             raise OSError(one_line(error)) from error
-        (out / name).chmod(
-            next(out.glob("*config.json")).stat().st_mode
-        )  # safetensors ignores the umask
+        # safetensors ignores the umask: copy the mode of another file
+        (out / name).chmod(next(out.glob("*config.json")).stat().st_mode)
         places |= {each.name: name for each in shard}
         yield name
     if len(shards) > 1:
@@ -196,6 +196,7 @@ def _tensor_of(params: Tree, each: Named, dtype: Any) -> np.ndarray:
     leaf = params
     for key in each.path:
         leaf = leaf[key]
-    dtype = np.float32 if each.path[1:] == COUNTED else dtype  # float32 in published files, too
+    # router biases stay float32, as in published files
+    dtype = np.float32 if each.path[1:] == COUNTED else dtype
     tensor = np.asarray(leaf[each.place]).astype(dtype)
     return np.ascontiguousarray(tensor.T if each.is_transposed else tensor)

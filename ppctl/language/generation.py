@@ -17,8 +17,8 @@ from ppctl.model.random_keys import key_of_seed, wrapped
 from ppctl.model.stack import Stack
 from ppctl.model.transformer import transformer
 
-REPLACEMENT = "\ufffd"  # stands for bytes that are not (yet) a whole character
-MOST_PIECE = 128  # prompt tokens read at a time
+REPLACEMENT = "\ufffd"  # character decoded from bytes that are not (yet) a whole one
+MOST_PIECE = 128  # maximum prompt tokens read at a time
 POSITIONS = 64  # divisor of the number of positions, so that few programs are compiled
 
 
@@ -26,9 +26,9 @@ POSITIONS = 64  # divisor of the number of positions, so that few programs are c
 class Sampling:
     """How tokens are chosen: the likeliest (temperature 0), or at random.
 
-    temperature: divisor of the logits. top_k: only the k likeliest tokens. top_p: only the fewest
-    likeliest tokens with at least this probability together (Holtzman et al. 2020). Both apply
-    after the temperature.
+    temperature: divisor of the logits. top_k: choose only among the k likeliest tokens. top_p:
+    choose only among the fewest likeliest tokens whose probabilities sum to top_p or more (Holtzman
+    et al. 2020). Both apply after the temperature.
     """
 
     temperature: float = 1.0
@@ -57,9 +57,10 @@ class Sampling:
     def choose(
         self, logits_BV: jax.Array, seed: int, place: jax.Array, num_tokens: int
     ) -> jax.Array:
-        """Return one token per row, int32 [B], drawn by seed, row and place in the continuation.
+        """Return one token per row, int32 [B]; random ones depend on seed, row number and place.
 
-        num_tokens: size of the tokenizer; larger ids pad the vocabulary and are never chosen.
+        place: index of the token in the continuation. num_tokens: size of the tokenizer; larger ids
+        pad the vocabulary and are never chosen.
         """
         logits_BV = logits_BV[:, :num_tokens]
         if self.temperature == 0:
@@ -117,8 +118,8 @@ def continuations(
 ) -> Iterator[np.ndarray]:
     """Yield the next token of each (non-empty) prompt, int32 [B], max_tokens times.
 
-    decoder: of at least `positions_for(prompts, max_tokens)` positions; num_tokens: size of the
-    tokenizer. Lazy: each next() computes one token.
+    decoder: one of at least `positions_for(prompts, max_tokens)` positions; num_tokens: size of
+    the tokenizer. Lazy: each next() computes one token.
     """
     # 1. read the left-padded prompts, piece by piece
     read = _read_length(max(map(len, prompts)))

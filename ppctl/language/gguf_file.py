@@ -15,7 +15,7 @@ from ppctl.errors import ConfigError, PpctlError, one_line
 from ppctl.language.model_files import FETCH, Tensors
 from ppctl.language.tensor_names import EMBED_HEAD, LAYER
 
-SIZES = {  # key of config.json: GGUF key after the architecture
+SIZES = {  # key of config.json: GGUF key without the architecture before it
     "num_hidden_layers": "block_count",
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -140,7 +140,7 @@ def _reader(path: Path) -> Any:
 
 
 def _token(path: Path, reader: Any, name: str, vocab_size: int) -> int | None:
-    """Return a token id that the file states, if any. ConfigError if the model lacks it."""
+    """Return the token id in tokenizer.ggml.{name}, if any. ConfigError if the model lacks it."""
     field = reader.get_field(f"tokenizer.ggml.{name}")
     token = None if field is None else field.contents()
     if token is not None and (type(token) is not int or not 0 <= token < vocab_size):
@@ -161,7 +161,7 @@ def _tensors(path: Path, reader: Any, model_config: Mapping[str, Any], kind: str
     to_gguf, by_name = get_tensor_name_map(arch, num_layers), dict[str, Any]()
     layers = (f"model.layers.{l}.{name}" for l in range(num_layers) for name in LAYER.values())
     for name in (*EMBED_HEAD.values(), *layers):
-        whole = name.replace(".{}", "")  # GGUF fuses the experts of a layer, for `by_expert`
+        whole = name.replace(".{}", "")  # fused tensor of all experts; `by_expert` splits it
         in_file = to_gguf.get_name(whole, (".weight", ".bias"))
         if (tensor := tensors.pop(in_file, None)) is not None:
             by_name[name if whole == name else whole.removesuffix(".weight")] = tensor
@@ -169,7 +169,7 @@ def _tensors(path: Path, reader: Any, model_config: Mapping[str, Any], kind: str
         what = f"{next(iter(tensors))} in {path} is not a tensor of a model that ppctl supports"
         raise ConfigError(f"{what}. It cannot be imported.")
 
-    # 2. read their numbers
+    # 2. read a tensor's numbers
     def read(name: str) -> np.ndarray:
         tensor = by_name[name]
         try:
@@ -191,7 +191,7 @@ def _tensors(path: Path, reader: Any, model_config: Mapping[str, Any], kind: str
 
 
 def halves(rows: np.ndarray, num_heads: int) -> np.ndarray:
-    """Reorder the rows of heads: from rotary pairs (2i, 2i + 1) to pairs (i, i + H/2).
+    """Reorder the H rows of each head: rotary pairs (2i, 2i + 1) become pairs (i, i + H/2).
 
     >>> halves(np.arange(6), 1)
     array([0, 2, 4, 1, 3, 5])

@@ -54,7 +54,7 @@ def import_adapter(source: Path, base: Path, out: Path) -> Imported:
     stack = models.transformer(**settings, lora=lora)
     wanted = named_parameters(stack.param_shapes, of_base, adapters=True)
     tensors.check({each.name: each.shape for each in wanted})
-    # 2. join the parameters of both, and write the run directory
+    # 2. join the parameters of base and adapters, and write the run directory
     params = with_base(_params(stack.param_shapes, wanted, tensors), model.params)
     optim = {"train": "lora", "lora_rank": lora.rank, "lora_alpha": lora.alpha}
     optim |= {} if lora.targets is None else {"lora_targets": [*lora.targets]}

@@ -39,7 +39,7 @@ from ppctl.user_files import read_file
 
 Tree = Any
 KEPT = (MODEL_CONFIG, GENERATION, *TOKENIZER_FILES)  # files that an export copies
-LONGEST = 2048  # tokens per sequence in the recipe, at most
+LONGEST = 2048  # maximum tokens per sequence in the recipe
 RECIPE = "recipes/imported.yaml"
 
 
@@ -48,15 +48,15 @@ class Imported:
     model: Transformer
     num_parameters: int
     files: tuple[str, ...]  # files kept for an export
-    commands: tuple[str, ...]  # commands that train it
+    commands: tuple[str, ...]  # commands that train the model
     notes: tuple[str, ...] = ()
 
 
 def import_model(source: Path, out: Path) -> Imported:
     """Import a model directory of `transformers`, or a GGUF file, as a run directory.
 
-    The host holds one leaf at a time (one matrix of all layers), read from memory maps and put on
-    the devices.
+    The host holds one parameter leaf (a matrix of all layers) at a time. It is read from
+    memory-mapped files and put on the devices.
 
     Raises:
         ConfigError: The model is missing or unsupported, or `out` exists.
@@ -116,7 +116,7 @@ def _params(shapes: Tree, wanted: list[Named], tensors: Tensors) -> Tree:
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((len(all_devices()),), ("all",), axis_types=auto)
 
-    read_last = lru_cache(1)(tensors.read)  # consecutive parts are of the same tensor
+    read_last = lru_cache(1)(tensors.read)  # consecutive reads are of the same tensor
 
     def leaf(keys: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
         of_leaf = [each for each in wanted if each.path == tuple(key.key for key in keys)]
@@ -126,7 +126,7 @@ def _params(shapes: Tree, wanted: list[Named], tensors: Tensors) -> Tree:
             return np.asarray((tensor.T if each.is_transposed else tensor)[index], shape.dtype)
 
         def part(index: Any) -> np.ndarray:
-            if of_leaf and not of_leaf[0].place:  # a part of a tensor, without a copy
+            if of_leaf and not of_leaf[0].place:  # the leaf is one tensor: slice it, no copy
                 return read(of_leaf[0], index)
             ranges = [range(size)[each] for size, each in zip(shape.shape, index, strict=True)]
             block = np.zeros([*map(len, ranges)], shape.dtype)  # zeros where no layer uses the leaf
@@ -196,7 +196,10 @@ def write_recipe(
     lines: Sequence[str],
     optim: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the recipe to train the imported parameters; part: the unfinished files of `out`."""
+    """Write the recipe to train the imported parameters.
+
+    part: directory of the unfinished files of `out`; lines: commands for the recipe's header.
+    """
     run = {"name": f"{out.name}-trained", "start_from": str(out.absolute())}
     document = {"defaults": [{"override /model": "transformer"}], "model": settings, "run": run}
     document |= {} if optim is None else {"optim": dict(optim)}

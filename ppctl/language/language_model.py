@@ -83,7 +83,7 @@ class LanguageModel:
 
     @cached_property
     def num_positions(self) -> int:
-        """The maximum tokens of a text: config.json's, or the training length if that is larger."""
+        """The maximum tokens of a text: config.json's number, or the training length if larger."""
         source = imported_source(self.directory, self.config.run.start_from)
         stated = None if source is None else json_object(source / MODEL_CONFIG).get(POSITIONS)
         return max(self.transformer.seq_len, stated if isinstance(stated, int) else 0)
@@ -125,7 +125,7 @@ class LanguageModel:
     def architecture(self) -> Architecture:
         """The model's sizes and variants.
 
-        Experts have no capacity: which tokens they drop would depend on how a text is cut.
+        Experts have no capacity limit: the tokens dropped by one depend on how a text is cut.
         """
         moe = replace(self.transformer.moe, capacity=None)
         return architecture(replace(self.transformer, moe=moe), self.vocab_size)
@@ -136,13 +136,13 @@ class LanguageModel:
         return self._checked(self.tokenizer.encode_chat(text, ())[0].tolist())
 
     def encoded(self, text: str) -> list[int]:
-        """Return the tokenizer's start and the tokens of a prompt; if all are empty, its end."""
+        """Return the tokenizer's start tokens and the prompt's; its end token if both are empty."""
         _check_prompt(text)
         ids = [*self.tokenizer.start, *self.tokenizer.encode([text])[0].tolist()]
         return self._checked(ids or [self.tokenizer.end])
 
     def _checked(self, ids: list[int]) -> list[int]:
-        """Return `ids`. ConfigError if they are too many, or outside the model's vocabulary."""
+        """Return `ids` as given. ConfigError if too many, or outside the model's vocabulary."""
         if len(ids) > self.num_positions:
             what = f"the {self.num_positions:,} positions of the model in {self.directory}"
             text = f"a text of {len(ids):,} tokens is longer than"
@@ -180,8 +180,8 @@ def open_language_model(
 ) -> LanguageModel:
     """Open the model of a run directory, or of a checkpoint directory of a run.
 
-    step: the checkpoint's step; None: the directory's, else the newest. Raises ConfigError if the
-    run is missing or has another model, CheckpointError if the checkpoint is missing.
+    step: the checkpoint's step in a run directory; None: the newest. Raises ConfigError if the run
+    is missing or has another model, CheckpointError if the checkpoint is missing.
     """
     # 1. load the run and its model
     directory = path

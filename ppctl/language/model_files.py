@@ -22,7 +22,7 @@ INDEX = "model.safetensors.index.json"
 PART = re.compile(r"model-\d+-of-\d+\.safetensors")
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 BUFFERS = ".rotary_emb.inv_freq"  # ending of angle tables' names in older files
-MOVED = "moved"  # file in UNFINISHED: names that may have moved out of it
+MOVED = "moved"  # file in UNFINISHED that lists files which may have moved to `out`
 CONFIGS = ("config.yaml", "config.json", "adapter_config.json")  # configs of a run, a model, PEFT
 FETCH = "Fetch it again, or use another."  # remedy for a damaged file
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -32,7 +32,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def check_new(out: Path) -> None:
-    """Raise ConfigError if `out` exists and holds other files than a killed writer's."""
+    """Raise ConfigError if `out` exists, unless it holds only files left by a killed writer."""
     with writing_to(out):
         is_new = not os.path.lexists(out)
         is_new = is_new or (out.is_dir() and {*os.listdir(out)} <= {*_left_by_a_kill(out)})
@@ -78,7 +78,7 @@ def all_or_nothing(out: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(part, ignore_errors=True)
         if is_made:
-            with suppress(OSError):  # not empty: the files are written
+            with suppress(OSError):  # `out` is not empty if the files are written
                 out.rmdir()
 
 
@@ -123,7 +123,7 @@ class Tensors:
 
 
 def open_safetensors(directory: Path) -> Tensors:
-    """Return the tensors of a model directory. ConfigError if incomplete or of other dtypes."""
+    """Return a model directory's tensors. ConfigError if incomplete, damaged or not of DTYPES."""
     from safetensors import SafetensorError, safe_open  # imported when needed
 
     places, shapes = dict[str, Path](), dict[str, tuple[int, ...]]()

@@ -20,7 +20,7 @@ EMBED_HEAD = {
     "norm/scale": "model.norm.weight",
     "head": "lm_head.weight",
 }
-LAYER = {  # names after model.layers.L.; {} is an expert's number
+LAYER = {  # ppctl's path: name after model.layers.L.; {} is an expert's number
     "attention_norm/scale": "input_layernorm.weight",
     "attention/query/kernel": "self_attn.q_proj.weight",
     "attention/query/bias": "self_attn.q_proj.bias",
@@ -49,7 +49,7 @@ POST_NORMS = {  # models with norms after attention and MLP
     "attention_post_norm/scale": "post_attention_layernorm.weight",
     "mlp_post_norm/scale": "post_feedforward_layernorm.weight",
 }
-OTHERS = {  # model_type: names that differ in its layers
+OTHERS = {  # model_type: names of its layers that differ from LAYER
     "gemma2": POST_NORMS,
     "gemma3_text": POST_NORMS,
     "mixtral": {
@@ -65,7 +65,7 @@ OTHERS = {  # model_type: names that differ in its layers
         "shared/down/kernel": "mlp.shared_experts.down_proj.weight",
     },
 }
-FUSED = {  # tensors [E, out, in] of all experts, in fused files and GGUF
+FUSED = {  # name of a tensor [E, out, in] of all experts: matrices in it
     "gate_up_proj": ("gate", "up"),
     "gate_proj": ("gate",),
     "up_proj": ("up",),
@@ -84,7 +84,7 @@ class Named(NamedTuple):
 
     name: str
     path: tuple[str, ...]  # path in the model's parameters
-    place: tuple[int, ...]  # index in a leaf [num_layers, experts, ...]; (): the leaf
+    place: tuple[int, ...]  # index in a leaf [num_layers, experts, ...]; (): the whole leaf
     shape: tuple[int, ...]  # shape in `transformers`
     is_transposed: bool
 
@@ -105,7 +105,7 @@ def named_parameters(
     # 1. look up names and the kinds of layers
     table = layer_names(model_config["model_type"])
     model = settings_from(Transformer, model_settings(model_config), "model")
-    uses = {True: {"mlp"}, False: {*PARTS}}  # parts to leave out, by has_experts
+    uses = {True: {"mlp"}, False: {*PARTS}}  # parts that a layer lacks, by has_experts
     counters = {"/".join(names) for names in (COUNTED, DROPPED)}
     whole: list[Named] = []
     layers: dict[int, list[Named]] = {}
@@ -140,9 +140,9 @@ def named_parameters(
 
 
 def by_expert(tensors: Tensors, model_config: Mapping[str, Any]) -> Tensors:
-    """Return a model's tensors, one for each expert. Files may fuse the experts of a layer in one.
+    """Return a model's tensors, with those that fuse the experts of a layer split by expert.
 
-    GLM's layer after the last, which predicts further tokens, is left out.
+    GLM's extra layer after the last one, which predicts further tokens, is left out.
     """
     # 1. list the tensors, and the place of each in a fused one
     table, num_layers = layer_names(model_config["model_type"]), model_config["num_hidden_layers"]

@@ -129,7 +129,8 @@ def answer_questions(model: LanguageModel, questions: Sequence[Question]) -> dic
 def log_likelihood(model: LanguageModel) -> Callable[[str, str], float]:
     """Return a function (prompt, continuation) -> log probability of the continuation, in nats.
 
-    A token across their border belongs to the continuation. Compiled for lengths of powers of two.
+    A token that spans both belongs to the continuation. Texts are padded to powers of two, so that
+    few programs are compiled.
     """
     # 1. make the program
     params = jax.device_put(model.params, all_devices()[0])

@@ -29,9 +29,9 @@ OF_TRAINING = ("name", "seq_len", "attention", "dropout")  # settings without a 
 EXPERTS_OF_TRAINING = ("balance_loss", "z_loss", "bias_update", "dispatch", "capacity", "kernel")
 DROPOUT, BALANCE = "attention_dropout", "router_aux_loss_coef"
 LENGTH = "original_max_position_embeddings"
-LOCAL_THETA = 10000.0  # default of gemma3_text
+LOCAL_THETA = 10000.0  # default rope_local_base_freq of gemma3_text
 ROPE_KEYS = ("rope_type", "type", "rope_theta", LENGTH)
-UNSCALED = {"truncate": True, FRACTION: 1.0}  # values without effect
+UNSCALED = {"truncate": True, FRACTION: 1.0}  # key of rotary positions: its value without effect
 READ: dict[str, Any] = {  # key of config.json: its type
     **dict.fromkeys(SIZES.values(), int),
     **dict.fromkeys(("head_dim", "sliding_window", "max_window_layers"), int),
@@ -62,7 +62,7 @@ num_mtp_layers
 
 
 def model_settings(config_json: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of `config.Transformer` for a config.json that differ from the defaults.
+    """Return the sizes and non-default settings of `config.Transformer` for a config.json.
 
     Raises ConfigError for an unsupported architecture, or an unsupported part of one.
     """
@@ -99,7 +99,8 @@ def model_settings(config_json: Mapping[str, Any]) -> dict[str, Any]:
     found |= {"family": _family(member, given), "head_dim": given.get("head_dim")}
     found["activation"] = _activation(given[member.activation], member.activation)
     found |= {setting: given.get(CAPS[setting]) for setting in member.caps}
-    Transformer(num_layers=given["num_hidden_layers"]).check()  # before lists of num_layers items
+    # check num_layers before lists of this length are made
+    Transformer(num_layers=given["num_hidden_layers"]).check()
     try:
         found |= (windows := _windows(member, given))
         found["rope"] = _rope(member, given, has_windows=bool(windows))
@@ -112,7 +113,7 @@ def model_settings(config_json: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _normal(model: Transformer) -> dict[str, Any]:
-    """Return sizes, and the settings that differ from the defaults, in normal form."""
+    """Return sizes and non-default settings in normal form: equal models have equal settings."""
     implied = {"head_dim": model.d_model / model.num_heads, "num_kv_heads": model.num_heads}
     implied |= {"query_pre_attn_scalar": model.head_width}
     unset: dict[str, Any] = {key: None for key in implied if getattr(model, key) == implied[key]}
@@ -125,7 +126,10 @@ def _normal(model: Transformer) -> dict[str, Any]:
 
 
 def _normal_experts(model: Transformer) -> tuple[Experts, int]:
-    """Return (experts, MLP width) in normal form: the experts' width if all layers have experts."""
+    """Return (experts, MLP width) in normal form.
+
+    If all layers have experts, no layer uses the MLP width, and it is set to the experts' width.
+    """
     moe, width = model.moe, model.hidden_width
     if moe.num_experts is None:
         return moe, width
@@ -293,7 +297,7 @@ def _config_of(name: str, member: Member, model: Transformer) -> dict[str, Any]:
     have = [window is not None for window in model.windows]
     if member.windows is not None:
         config["sliding_window"] = model.window
-    if member.windows == "pattern" and model.window is None:  # transformers needs one, unused
+    if member.windows == "pattern" and model.window is None:  # required, though no layer has one
         config |= SLIDING
     if member.windows == "upper":
         first = have.index(True) if any(have) else len(have)

@@ -20,7 +20,7 @@ CAPS = {
     "logit_softcap": "final_logit_softcapping",
 }
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # read for all models
-NUM_SHARED = "n_shared_experts"  # each as wide as a routed expert; ppctl joins them in one
+NUM_SHARED = "n_shared_experts"  # number of them, each as wide as a routed one; ppctl joins them
 FRACTION = "partial_rotary_factor"
 
 
@@ -30,8 +30,8 @@ class Member:
 
     windows: the layers that sliding_window applies to: all; upper (from max_window_layers on);
     pattern (all but every n-th); None: no layer.
-    switches: the two keys of config.json for QKV biases, and for norms of queries and keys; None:
-    the family lacks them. (): `family` decides both.
+    switches: the keys of config.json that turn on QKV biases, and norms of queries and keys; a key
+    of None: this type never has them. (): `family` decides both.
     experts: keys of config.json, by setting of model.moe. of_experts: settings of model.moe that
     all models of this type share.
     """

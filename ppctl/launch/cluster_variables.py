@@ -16,7 +16,7 @@ NO_PROXY = ("no_grpc_proxy", "no_proxy")
 
 
 def cluster_fault(environ: Mapping[str, str]) -> str | None:
-    """Return a text about cluster variables that are not numbers or partly missing, else None.
+    """Return the fault of cluster variables (not a number, some missing) in words, else None.
 
     >>> cluster_fault({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"})
     'SLURM_STEP_NODELIST and SLURM_LOCALID, which srun sets, are missing'

@@ -28,7 +28,8 @@ def join(
 ) -> None:
     """Join all processes, before JAX looks for devices. ConfigError if some do not join.
 
-    None: JAX detects the value from the cluster. CPU collectives between processes use Gloo.
+    JAX detects values of None from the cluster. heartbeat_s: seconds of silence after which a
+    process is lost. CPU collectives between processes use Gloo.
     """
     # 1. join in a thread: JAX's time-out, which is longer, would end the process silently
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -103,7 +104,10 @@ def _checked(coordinator: str, *, listens: bool) -> str | None:
 
 
 def known_count(num_processes: int | None, *, is_cpu: bool) -> int | None:
-    """Return the number of processes from setting or cluster; else None; on CPU ConfigError."""
+    """Return the number of processes from the setting, else from the cluster; None if unknown.
+
+    On CPU, ConfigError if unknown: the simulated devices are divided by this number.
+    """
     if num_processes is not None:
         return num_processes
     for name in COUNTED_BY:
@@ -130,7 +134,10 @@ def is_lead() -> bool:
 
 
 def stop_requested(finished: int) -> bool:
-    """Return whether a process got SIGTERM and all are at the same step. All call it each step."""
+    """Return whether to stop: a process got SIGTERM, and all have finished the same steps.
+
+    Every process must call it at each step. finished: number of finished steps.
+    """
     return multihost_utils.reached_preemption_sync_point(finished)
 
 
@@ -147,9 +154,10 @@ def gather(text: str) -> list[str]:
 
 
 def gather_later(flag: bool) -> Callable[[], list[bool]]:
-    """Return a function that waits for the flags of all processes. All must call both.
+    """Return a function that returns the flags of all processes. All must call both.
 
-    Devices exchange the flags after work dispatched earlier; no process waits in the meantime.
+    Devices exchange the flags after work dispatched earlier; processes wait only in the returned
+    function.
     """
     if not is_joined():
         return lambda: [flag]

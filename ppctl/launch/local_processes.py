@@ -25,7 +25,7 @@ from ppctl.reports.run_files import checkpoint_steps, last_record
 HOST = "127.0.0.1"
 STARTED_WITH = "PPCTL_STARTED_WITH"  # variable: words of the launcher's command, as JSON
 ERROR_FILE = "PPCTL_ERROR_FILE"  # variable: file for the error of a process
-EXPLAINED = (ConfigError.exit_code, NonFiniteError.exit_code)  # the process explains these
+EXPLAINED = (ConfigError.exit_code, NonFiniteError.exit_code)  # a process explains these errors
 FINAL = (*LEFT, *EXPLAINED)  # exit codes without a restart: it would end the same way
 KILLED = 128  # exit code of a killed process, minus the signal's number
 
@@ -39,11 +39,11 @@ def launch(
     *,
     as_json: bool,
 ) -> int:
-    """Run the processes; return the run's exit code: 130 or 143 after a request to stop,
-    LostError's if a process was killed.
+    """Run the processes, restart them after a crash, and return the run's exit code.
 
-    words: the command line as typed, without the program's name. started_with: the words that
-    the run stores for the command that resumes it.
+    The code is 130 or 143 after a request to stop, and LostError's if a process was killed. words:
+    the command line as typed, without the program's name. started_with: the words that the run
+    stores for the command that resumes it.
     """
     # 1. prepare the inputs of all starts
     run_dir = Path(run.dir)
@@ -104,7 +104,8 @@ def error_of(directory: Path, code: int, why: str) -> dict[str, Any] | None:
     """
     files = sorted(directory.iterdir(), key=lambda file: file.stat().st_mtime)
     documents = [document for file in files if (document := left_error(file)) is not None]
-    documents.sort(key=lambda each: each["error"]["kind"] == LostError.kind)  # symptoms last
+    # LostErrors last: they only report that another process ended
+    documents.sort(key=lambda each: each["error"]["kind"] == LostError.kind)
     if documents:
         return documents[0]
     return error_document(LostError.kind, f"{why}.") if code == LostError.exit_code else None

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import IO, NamedTuple, TextIO
 
-ALIVE_FD = "PPCTL_ALIVE_FD"  # variable: a pipe that closes when the starting process is gone
+ALIVE_FD = "PPCTL_ALIVE_FD"  # variable: descriptor of a pipe that closes when the starter is gone
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LEFT = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of a regular end
 CRASH_GRACE_S = 5.0  # seconds for the other children after a crash: to print a cause; they may hang
@@ -82,19 +82,19 @@ def run_group(
 ) -> Ending:
     """Run a group; return its ending when all children have ended.
 
-    The first stop request is passed on as SIGTERM; a second one kills. The first child that ends
-    starts a clock; when it runs out, the others are killed. A single child keeps this process's
-    stdout and stderr. symptoms: exit codes of children that only react to another child's end.
-    raw_lead: child 0's stdout is forwarded unchanged, and the others' stdout goes to stderr.
+    The first stop request is passed on as SIGTERM; a second one kills. exit_grace_s seconds after a
+    regular end of a child, or crash_grace_s after a crash, the others are killed. A single child
+    keeps this process's stdout and stderr. symptoms: exit codes of children that end because of
+    another. raw_lead: child 0's stdout is forwarded unchanged; the others' stdout goes to stderr.
     """
     # 1. the state of the group
-    processes, lock = list[subprocess.Popen[bytes]](), threading.Lock()  # for output
+    processes, lock = list[subprocess.Popen[bytes]](), threading.Lock()  # lock: for output
     pumps: list[threading.Thread] = []
     ended: dict[int, int] = {}  # child: exit code, in order of ending
     killed: set[int] = set()
     stop: int | None = None
     deadline_s = threading.TIMEOUT_MAX
-    alive, held = os.pipe()  # never written: `alive` ends when this process is gone
+    alive, held = os.pipe()  # never written: `alive` is at its end when this process is gone
     try:
         # 2. start
         for index, child in enumerate(children):
@@ -115,7 +115,7 @@ def run_group(
                 stop = event.number
                 for index in running:
                     processes[index].terminate()
-            else:  # the clock ran out, a second stop request, or no reader of the output
+            else:  # deadline, second stop request, or no reader of the output
                 stop = event.number if event is not None and stop is None else stop
                 killed.update(running)
                 for index in running:
@@ -193,7 +193,7 @@ def _ending(
 
 
 def shell_code(code: int) -> int:
-    """Return the exit code in a shell for Popen's: 128 + n after signal n."""
+    """Return the shell's exit code for an exit code of Popen: 128 + n after signal n."""
     return code if code >= 0 else 128 - code
 
 

@@ -11,10 +11,11 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 
-LOST = "ppctl-lost: "  # prefix of a line to the child: the text for a loss of contact
+LOST = "ppctl-lost: "  # prefix of the line to the child from `tell_lost`
 LOG_LINE = re.compile(r"([IWEF])\d{4} [\d:.]+ +\d+ ([\w.]+):\d+\] ?(.*)")
-SERVICE = re.compile(r"coordination_service|preemption|^client\.|distributed_runtime|rpc")  # files
-GLOO = re.compile(r"\[Gloo\]|connected peer ranks is")  # parts of lines: threads mix them
+# names of XLA's source files that log about the connection of processes
+SERVICE = re.compile(r"coordination_service|preemption|^client\.|distributed_runtime|rpc")
+GLOO = re.compile(r"\[Gloo\]|connected peer ranks is")  # parts of its lines, which threads mix up
 REST = re.compile(  # further lines of the service's messages
     r"\s*$|\d+$|RPC:|Additional GRPC|:[A-Z_]+:|The tasks|/job:|=== Source Location|external/|\. "
     r"This is only expected"
@@ -23,11 +24,11 @@ GONE = re.compile(r"tasks are unhealthy[^:]*:\s*([\s\S]*?)\s*The tasks have cras
 
 
 def divert(process: int | str) -> None:
-    """Send output that bypasses Python's stdout and stderr through a child with `readable`."""
+    """Send output that bypasses Python's stdout and stderr to a child that runs `readable`."""
     sys.stdout.flush()
     sys.stderr.flush()
     read, write = os.pipe()
-    command = [sys.executable, "-S", "-E", __file__, str(process)]  # exits after this process
+    command = [sys.executable, "-S", "-E", __file__, str(process)]  # ends after this process
     subprocess.Popen(command, stdin=read, stdout=2, start_new_session=True)
     os.close(read)
     for name, number in (("stdout", 1), ("stderr", 2)):
@@ -38,7 +39,7 @@ def divert(process: int | str) -> None:
 
 
 def tell_lost(what: str) -> None:
-    """Send `what` to the child: it begins the line about a lost process, if XLA ends this one."""
+    """Send `what` to the child, which prints it if XLA ends this process after losing another."""
     os.write(2, f"{LOST}{what}\n".encode())
 
 
@@ -54,7 +55,7 @@ def readable(lines: Iterable[str], process: str) -> Iterator[str]:
         if line.startswith(LOST):
             lost = line.removeprefix(LOST).strip()
         elif last_words:
-            last_words += line  # after a fatal line come only its further lines
+            last_words += line  # all lines after a fatal one continue it
         elif entry and entry[1] == "F" and SERVICE.search(entry[2]):
             last_words = line
         elif entry or GLOO.search(line):

@@ -60,7 +60,7 @@ class Architecture:
     query_pre_attn_scalar: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
-    windows: tuple[int | None, ...] | None = None  # tokens of each layer's window; None: none
+    windows: tuple[int | None, ...] | None = None  # tokens in each layer's window; None: no windows
     dropout: float = 0.0
     moe: ExpertSizes | None = None
     lora: Lora | None = None

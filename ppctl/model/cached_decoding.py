@@ -123,7 +123,7 @@ class Decoder:
     def read(
         self, tokens_BT: jax.Array, cache: Cache, first: int, starts_B: jax.Array
     ) -> tuple[jax.Array, Cache]:
-        """Return (logits after the last token [B, V], the new cache); the old one is donated.
+        """Return (logits after the last token [B, V], the new cache). The old cache is donated.
 
         first: position of the first of these tokens. starts_B: see `Piece`.
         """

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 
 from ppctl.model.parallel import shard_of
 
-MOST_LOGITS = 2**27  # logits a chunk, 512 MiB; large, as each chunk reads all of w and its gradient
+# maximum logits of a chunk, 512 MiB in float32; large, as each chunk reads w and its gradient
+MOST_LOGITS = 2**27
 LEAST_TOKENS = 1024  # minimum tokens a chunk, even if their logits exceed MOST_LOGITS
 NO_TOKEN = -1  # target of a token without loss
 NEVER = -1e30  # logit of a padding id
@@ -39,8 +40,8 @@ class HeadForm(NamedTuple):
     """The form of a head.
 
     is_tied: whether the head's matrix w is the embedding's [V, D]; else it is [D, V]. cap: soft cap
-    of logits; None: no cap. size: number of ids in the vocabulary. Its num_ranks parts, one for
-    each pipeline rank, are each divided over tp devices.
+    of logits; None: no cap. size: number of ids in the vocabulary. num_ranks: number
+    of parts of the vocabulary, one for each pipeline rank. tp devices divide each part.
     """
 
     is_tied: bool
@@ -59,7 +60,10 @@ class HeadForm(NamedTuple):
 
 
 def first_id(num_ids: int, tp: int, part: jax.Array | int) -> jax.Array:
-    """Return the first of this device's num_ids ids, within a rank's `part` that tp divides."""
+    """Return the first id of this device's shard of a vocabulary part.
+
+    num_ids: number of ids in the shard. part: index of the part, which tp devices divide.
+    """
     return part * (tp * num_ids) + shard_of(num_ids, "tp", tp)
 
 
@@ -76,7 +80,7 @@ def cross_entropy(
 
     w: the head's matrix [D, V], or the embedding's [V, D] if tied. logits: x @ w in at least
     float32, or cap * tanh(x @ w / cap). Tokens with target NO_TOKEN add nothing. With a divided
-    vocabulary w is this device's part, and the loss and its gradient in x are this device's
+    vocabulary w is this device's part, and the loss and its gradient for x are this device's
     summands. log_sums_M, logits_MV, part: if pipeline ranks divide the vocabulary, the log sums
     over all ids, the logits that `part_log_sums` returned, and the index of this rank's part.
     """
@@ -86,7 +90,7 @@ def cross_entropy(
 def part_log_sums(
     x_MD: jax.Array, w: jax.Array, part: jax.Array, head: HeadForm
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return (log sums [M] of a part's logits, the logits); None for more than MOST_LOGITS."""
+    """Return (log sums [M] of a part's logits, the logits or None if more than MOST_LOGITS)."""
     num_tokens, num_ids = x_MD.shape[0], head.num_ids(w)
     if num_tokens * num_ids <= MOST_LOGITS:
         logits_MV, _ = own_logits(x_MD, w, head, part)
@@ -121,7 +125,7 @@ def own_logits(
 
 
 def log_sums(logits_MV: jax.Array, tp: int) -> jax.Array:
-    """Return the logarithms [M] of the sums of exponentials over all ids, or a rank's part."""
+    """Return the logarithms [M] of the sums of exponentials over the ids of all tp devices."""
     if tp == 1:
         return jax.nn.logsumexp(logits_MV, axis=-1)
     largest_M = jax.lax.pmax(jax.lax.stop_gradient(logits_MV.max(-1)), "tp")
@@ -143,14 +147,15 @@ def loss_and_slopes(
     first: jax.Array,
     head: HeadForm,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (this device's summand of the loss, gradient [C, V] of the whole loss in x @ w)."""
+    """Return (this device's summand of the loss, gradient [C, V] of the whole loss for x @ w)."""
     is_token_C = targets_C != NO_TOKEN
     ids_CV = first + jax.lax.broadcasted_iota(targets_C.dtype, logits_CV.shape, 1)
     are_targets_CV = targets_C[:, None] == ids_CV
     losses_C = log_sums_C / head.num_parts - jnp.where(are_targets_CV, logits_CV, 0).sum(-1)
     slopes_CV = jnp.exp(logits_CV - log_sums_C[:, None]) - are_targets_CV
     g_CV = jnp.where(is_token_C[:, None], slopes_CV, 0)
-    if head.cap is not None:  # clipped, so that padding ids, whose logit is NEVER, get slope 0
+    if head.cap is not None:
+        # derivative of the cap; clipped, so that padding ids, whose logit is NEVER, get slope 0
         g_CV = g_CV * (1 - jnp.square(jnp.clip(logits_CV / head.cap, -1, 1)))
     return jnp.where(is_token_C, losses_C, 0).sum(), g_CV
 
@@ -158,7 +163,7 @@ def loss_and_slopes(
 def products(
     g_CV: jax.Array, x_CD: jax.Array, w: jax.Array, is_tied: bool, has_grad: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return the gradients of x and w, given that of x @ w; w's: at least float32, or None."""
+    """Return (gradient of x, gradient of w in at least float32 or None), given that of x @ w."""
     gx_CD = jax.lax.dot_general(g_CV, w, (((1,), (0 if is_tied else 1,)), ((), ())))
     if not has_grad:
         return gx_CD, None
@@ -183,7 +188,10 @@ def _computed(
     head: HeadForm,
     gradients: str = "",
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Return (loss, gradient of x, gradient of w). gradients: "", "x" or "xw", those to compute."""
+    """Return (loss, gradient of x, gradient of w), with None for gradients not requested.
+
+    gradients: the gradients to compute: "", "x" or "xw".
+    """
     num_tokens, num_ids = x_MD.shape[0], head.num_ids(w)
 
     # 1. one chunk of tokens
@@ -230,7 +238,7 @@ def _there(*args: Any) -> tuple[jax.Array, tuple[jax.Array | None, jax.Array | N
 def _back(
     _: HeadForm, grads: tuple[jax.Array, jax.Array | None], g: jax.Array
 ) -> tuple[jax.Array | None, ...]:
-    gx_MD, gw = grads  # gradients of the sum over devices, which all receive the same g
+    gx_MD, gw = grads  # gradients of the whole loss; all devices receive the same g
     gw = None if gw is None else (g * gw).astype(gw.dtype)
     return (g * gx_MD).astype(gx_MD.dtype), gw, *[None] * 4
 

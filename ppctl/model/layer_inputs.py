@@ -148,7 +148,7 @@ class LayerInputs:
 
     losses: tuple[str, ...] = ()  # names of attached losses
     has_key: bool = False  # whether a layer has a parameter `key`
-    one_key: bool = False  # layers are parts of one function and share an example's key
+    one_key: bool = False  # whether all layers, as parts of one function, share a key
 
     @classmethod
     def of(cls, stack: Any, w: Tree, x: Any) -> Self:

@@ -1,10 +1,11 @@
 """A model divided inside a stage: its weights over tp, the tokens of a sequence over cp.
 
-`ppctl.parallel` has functions of one device, for models with custom collectives (`DividedStack`).
-With tp=1 they do not communicate, so the same code serves the whole and the divided model. All
-follow one rule, which is also JAX's for transposes: *the model's result is the sum of the devices'
-results*. So each device returns its summand of a loss. The gradient of a parameter that all devices
-hold whole is the sum over devices, and the gradient of a shard is that of its device.
+`ppctl.parallel` has functions that run on each device, for models with custom collectives
+(`DividedStack`). With tp=1 they do not communicate, so the same code serves the whole and the
+divided model. All follow one rule, which is also JAX's for transposes: *the model's result
+is the sum of the devices' results*. So each device returns its summand of a loss. If all devices
+hold a parameter whole, its gradient is the sum over devices. The gradient of a shard is computed by
+its device.
 
 Activations between layers are [batch, tokens, ...] on every device. With sequence parallelism
 (Korthikanti et al. 2022) each device along tp holds a part of the rows, batch and tokens flattened;
@@ -60,7 +61,7 @@ class StageAxes(axes_record(STAGE_AXES, is_frozen=True)):
 
     @property
     def need_a_model(self) -> bool:
-        """Return whether more than the examples is divided, so that the model must support it."""
+        """Return whether more than the examples is divided, which the model must support."""
         return bool(self.vocab_parts or self.divided.keys() - set(DATA_AXES))
 
     def parts(self, axes: Iterable[str]) -> int:

@@ -20,7 +20,7 @@ from ppctl.model.parallel import folded_keys, token_keys
 Tree = Any
 KIND, SIZE = "threefry2x32", 2  # implementation of keys, and number of uint32 a key
 SEED, KEYS = "seed_key", "keys"  # entries of a batch: the seed's key, or the keys of its examples
-DRAWS = 0x9E3779B9  # number folded into the keys of steps, unlike those of initial parameters
+DRAWS = 0x9E3779B9  # number that makes keys of steps differ from those of initial parameters
 
 
 @lru_cache(1024)

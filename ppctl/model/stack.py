@@ -37,7 +37,7 @@ class VocabularyParts(NamedTuple):
             values for `head`.
         head: (embed_head, y, targets, log_sums, kept, part) -> (sum of losses, number of losses),
             both summands of the results of `Stack.head`. log_sums are over all parts. The gradients
-            are those of the whole loss: for this part of `embed_head`, and a summand of y's.
+            are those of the whole loss: complete for this part of `embed_head`, a summand for y.
     """
 
     embed: Callable[[Tree, jax.Array, jax.Array], jax.Array]
@@ -49,15 +49,16 @@ class VocabularyParts(NamedTuple):
 class DividedStack:
     """The functions of a `Stack` on one device of a stage that is divided over axes (tp, cp, ...).
 
-    They take this device's shards of parameters, and communicate by the rule of `ppctl.parallel`:
-    results are summands, so a loss is the sum of the devices' results. x is this device's part.
+    They take this device's shards of the parameters and this device's part of x. The results of
+    `head` are summed over the devices; `ppctl.parallel` states the rule for collectives.
 
     Attributes:
         embed, layer, head: As in `Stack`. With `parts`, embed and head are not called.
         sharding: A tree like the parameters' (of one layer) with the PartitionSpec of each: one dim
             over tp, or over other axes inside a stage. One spec, or None, may stand for a subtree.
-            With `parts`, tp in embed_head also means the ranks of the pipeline.
-        parts: A rank's functions if `axes.vocab_parts` is above 0. None: unsupported.
+            With `parts`, the pipeline ranks also divide the sharded dims of embed_head.
+        parts: The functions that replace embed and head if pipeline ranks divide the vocabulary
+            (`axes.vocab_parts` above 0). None: the model does not support this.
     """
 
     embed: Callable[[Tree, Tree], jax.Array]
@@ -82,7 +83,7 @@ class StackOptions:
             parameters have no gradient, and no norm, decay or optimizer includes them.
         used_layers: The number of layers that compute with a part of the parameters, by the part's
             first name or by its path joined by "/"; without an entry: all layers. The other layers
-            have zeros for the part, and numbers of parameters leave these out.
+            have zeros for the part, and parameter counts leave these out.
         mixes_examples: Whether the loss of an example depends on other examples. True: intended.
             False: it does not. None: unknown; a run tests it on a few examples, and refuses a model
             that mixes them, since microbatches would change its loss.

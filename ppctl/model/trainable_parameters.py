@@ -47,9 +47,10 @@ def trained_flags(tree: Tree, trainable: Tree) -> tuple[bool, ...]:
 
 
 def trained_share(layers: Tree, trainable: Tree) -> float:
-    """Return the trained share, 0..1, of the weights of stacked layers: the share of W's work.
+    """Return the trained share, 0..1, of the weights of stacked layers.
 
-    Only matrices count, as their gradients are matrix products. trainable: flags of one layer.
+    It is also the share of the weight-gradient work that is done. Only matrices count, as their
+    gradients are matrix products. trainable: flags of one layer.
 
     >>> of = lambda *shape: jax.ShapeDtypeStruct(shape, "float32")
     >>> layers = {"w": of(2, 4, 4), "a": of(2, 4, 1)}

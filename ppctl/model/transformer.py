@@ -143,7 +143,7 @@ class _Transformer:
             return self._embed_ids(embed_head, own_tokens(inputs_BT, axes), part)
         ids_BT, is_first_BT = split_starts(inputs_BT)
         marks_BT = own_tokens(is_first_BT, axes)
-        if axes.vocab_parts:  # ranks' results are summed: marks must count once
+        if axes.vocab_parts:  # marks only in part 0, because the ranks' results are summed
             marks_BT = marks_BT & (part == 0)
         return with_starts(self._embed_ids(embed_head, own_tokens(ids_BT, axes), part), marks_BT)
 

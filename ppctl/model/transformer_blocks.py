@@ -76,7 +76,7 @@ def normed(
     sizes: Architecture,
     parts: Callable[[jax.Array], jax.Array] = _all,
 ) -> jax.Array:
-    """Return the RMSNorm of x, computed in at least float32; Gemma's multiplies by 1 + scale.
+    """Return the RMSNorm of x, in at least float32; with norm_plus_one (Gemma) times 1 + scale.
 
     parts: function from the mean square over this device's columns to that over all columns.
     """
@@ -203,7 +203,7 @@ class Block:
         drop: BlockDropout,
         columns: Callable = _all,
     ) -> jax.Array:
-        """Return x W + b, plus an adapter's part if any. columns: function that selects columns."""
+        """Return x W + b, plus an adapter's part if any. columns: selects columns of W and b."""
         params = block[name]
         found = x_MD @ columns(params["kernel"])
         if "bias" in params:

@@ -15,7 +15,8 @@ from ppctl.model.random_keys import dropout, dropped, kept_entries
 
 FIRST_ADAPTER = 2  # index of the first adapter's draw
 DRAWS = {name: FIRST_ADAPTER + place for place, (_, name) in enumerate(PROJECTIONS.values())}
-DIVIDED_INPUTS = ("out", "down")  # linear maps whose inputs tp divides; of others, the outputs
+# linear maps whose inputs tp divides; of all others, tp divides the outputs
+DIVIDED_INPUTS = ("out", "down")
 
 
 @dataclass(frozen=True)

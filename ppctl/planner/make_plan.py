@@ -89,7 +89,8 @@ class StagePart:
     num_layers: int
     rank: int
     devices: tuple[int, ...]  # device numbers of its rank; (): a topology that is only predicted
-    # seconds; None: unknown; 0: the last stage with remat=full, whose backward runs the forward
+    # seconds; None: unknown. With remat=full, forward_s of the last stage is 0: its backward runs
+    # the forward
     forward_s: float | None
     backward_s: float | None  # input_grad_s + weight_grad_s
     input_grad_s: float | None
@@ -113,7 +114,7 @@ class ExpertsPart:
 
     num_experts: int
     top_k: int  # experts a token
-    num_rows: int  # expected rows on the device, one for each of its tokens' experts
+    num_rows: int  # expected rows on the fullest device; one for each token and expert
     most_rows: int  # most rows that the device's arrays have room for
     compute_s: float | None  # seconds of the experts' products; None: unknown
     sent_s: float | None  # seconds of sends of tokens and results along ep; None: unknown
@@ -274,7 +275,7 @@ def _memory(job: TrainingJob, target: Target, found: PipelinePlan) -> dict[str, 
         if total is not None:
             memory, needed, is_compiled = job.pipe.memory(), total, True
 
-    # 2. whether it fits; a compiler for a topology, which knows the limit, accepts only what fits
+    # 2. whether it fits; the compiler for a topology knows the limit, and refuses larger programs
     limit, fits = target.limit, None
     if refusal is not None:
         fits = False

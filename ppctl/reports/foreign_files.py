@@ -25,7 +25,8 @@ MOST_SETTINGS_BYTES = 2**20  # bytes of a config.yaml; usually 6 KB
 MOST_LINE_BYTES = 2**20  # bytes of a record; usually 400
 UNPRINTABLE = ("Cc", "Cs")  # control characters (they may move the cursor), lone surrogates
 KEPT = "\n\t"
-_PLAIN_RECORD = re.compile(rb"\{[ -Z\]-z|~]*\}\n?")  # flat, ASCII, no escapes: needs no cleaning
+# records that need no cleaning: flat, ASCII, without escapes
+_PLAIN_RECORD = re.compile(rb"\{[ -Z\]-z|~]*\}\n?")
 
 
 def lines_of(file: BinaryIO) -> Iterator[bytes]:
@@ -45,7 +46,7 @@ def lines_of(file: BinaryIO) -> Iterator[bytes]:
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """YAML without aliases: a few lines could expand to billions. ppctl writes no aliases."""
+    """A YAML loader that rejects aliases: with them, a few lines could expand to billions."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -62,7 +63,10 @@ _NEW_GROUP = re.compile(rb"^(?=[a-z])", re.MULTILINE)
 
 
 def read_settings(path: str | Path) -> Any:
-    """Return the content of a run's config.yaml. OSError, or ValueError with a line of reason."""
+    """Return the content of a run's config.yaml.
+
+    OSError if the file cannot be read; ValueError, with a one-line reason, if it is not YAML.
+    """
     content = read_file(path, MOST_SETTINGS_BYTES)
     is_plain = len(content) <= MOST_FAST_BYTES and b"*" not in content  # * begins an alias
     if is_plain:
@@ -90,7 +94,10 @@ def _from_yaml(content: bytes, is_plain: bool) -> Any:
 
 
 def from_json(text: bytes) -> Any:
-    """Return the value of a JSON text, with printable strings. ValueError or RecursionError."""
+    """Return the value of a JSON text, with printable strings.
+
+    ValueError if it is not JSON, RecursionError if it nests too deeply.
+    """
     value = json.loads(text)
     return value if _PLAIN_RECORD.fullmatch(text) else cleaned(value)
 
@@ -140,7 +147,7 @@ def check_inside(directory: Path, names: Iterable[str], option: str) -> None:
 
 
 def _below(path: Path) -> Iterator[Path]:
-    """Yield a path and all paths below it, without following links; one level in checkpoints."""
+    """Yield a path and all paths below it, but only one level below checkpoints; follow no link."""
     if not os.path.lexists(path):
         return
     yield path

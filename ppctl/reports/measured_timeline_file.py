@@ -109,7 +109,10 @@ def write_timeline(
 
 
 def read_timeline(file: Path, name: str) -> Timeline:
-    """Return the timeline in a CSV of `write_timeline`. OSError, ValueError or ScheduleError."""
+    """Return the timeline in a CSV of `write_timeline`.
+
+    OSError if it cannot be read; ValueError or ScheduleError if it is not a timeline.
+    """
     cells: dict[int, list[Task]] = defaultdict(list)
     spans: dict[Task, Span] = {}
     try:
@@ -130,8 +133,8 @@ def read_timeline(file: Path, name: str) -> Timeline:
 def read_profile(file: Path, schedule: Schedule) -> tuple[Timeline, int]:
     """Return (the median traced step, number of traced steps) in a file of `write_tasks`.
 
-    Tasks are ordered as each rank's first device ran them. OSError, ValueError or ScheduleError for
-    an invalid file.
+    Tasks are ordered as each rank's first device ran them. OSError if the file cannot be read;
+    ValueError or ScheduleError if it has no complete step of the schedule.
     """
     # 1. the complete steps
     try:
@@ -140,7 +143,8 @@ def read_profile(file: Path, schedule: Schedule) -> tuple[Timeline, int]:
         raise ValueError("it is not a trace of tasks") from error
     last = schedule.num_stages - 1
     every = {task for tasks in schedule.ranks for task in tasks}
-    needed = {task for task in every if task[:2] != (last, "F")}  # may run inside its B
+    # an F of the last stage may lack events, because it may run inside its B
+    needed = {task for task in every if task[:2] != (last, "F")}
     whole = [spans for spans in steps if needed <= spans.keys() <= every]
     if not whole:
         what = "every task of the schedule on the first device of each rank"
@@ -160,7 +164,7 @@ def _length_s(spans: Mapping[Task, Span]) -> float:
 
 
 def _traced_steps(events: Sequence[Mapping[str, Any]]) -> list[dict[Task, Span]]:
-    """Return each step's spans on the ranks' first devices: the n-th span of a task is step n's."""
+    """Return each step's spans on the ranks' first devices: step n has each task's n-th span."""
     named = (event for event in events if event["name"] == "thread_name")
     names = {event["tid"]: event["args"]["name"] for event in named}
     first = {device for device, name in names.items() if FIRST_DEVICE.fullmatch(name)}

@@ -78,7 +78,7 @@ def breakable(name: str) -> str:
 
 
 def exact(value: float, words: str) -> str:
-    """Return a number as `words`, with its exact value for programs and in a title."""
+    """Return a number as `words`, with its exact value as tooltip and for programs."""
     return f'<data value="{value!r}" title="{value!r}">{escape(words)}</data>'
 
 

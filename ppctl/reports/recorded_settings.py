@@ -48,7 +48,7 @@ def setting_value(composed: Mapping[str, Any], name: str) -> Any:
 
 
 def recorded_paths(composed: Mapping[str, Any]) -> list[str]:
-    """Return the paths of files and directories that a composed config reads or caches data in.
+    """Return the paths of a composed config: files and directories to read, and data.cache_dir.
 
     >>> recorded_paths({"data": {"parts": [{"path": "a"}], "tokenizer": "bytes"}, "run": {}})
     ['a']
@@ -59,7 +59,8 @@ def recorded_paths(composed: Mapping[str, Any]) -> list[str]:
     for name in PATHS:
         with suppress(KeyError):
             found.append(setting_value(composed, name))
-    return [each for each in found if isinstance(each, str) and each != "bytes"]  # a tokenizer
+    # bytes is a tokenizer without a file
+    return [each for each in found if isinstance(each, str) and each != "bytes"]
 
 
 def setting_text(composed: Mapping[str, Any], name: str) -> str | None:
@@ -75,8 +76,8 @@ def differing_settings(
 ) -> dict[str, list[str | None]]:
     """Return the settings that differ between runs, each with its value in each run.
 
-    Compares the settings of all runs and the requested ones. requests: the words of each run's
-    request.
+    Compares settings that all runs have, and settings that a request names. requests: the
+    overrides of each run, NAME=VALUE.
     """
     if not configs:
         return {}

@@ -19,15 +19,15 @@ from ppctl.reports import run_status
 from ppctl.user_files import open_file, read_file
 
 RUNNING, BROKEN_OFF, NO_END, NOT_STARTED = "running", "broken off", "no end recorded", "not started"
-INSIDE = ("checkpoints", "tensorboard", "profile", "timeline", "processes")  # hold no runs
+INSIDE = ("checkpoints", "tensorboard", "profile", "timeline", "processes")  # folders without runs
 KERNEL = ("/proc", "/sys")  # the kernel's file systems
-OF_TRACKERS = ("wandb", "mlflow", "mlflow.db")  # files of the trackers' packages, with links
-UNFINISHED = ".part"  # directory of a model that is still being written
+OF_TRACKERS = ("wandb", "mlflow", "mlflow.db")  # written by trackers' packages; may hold links
+UNFINISHED = ".part"  # name of the directory of a model that is still being written
 NO_RUNS = {*INSIDE, *OF_TRACKERS, UNFINISHED}
 REMOVED = ".removed-"  # prefix of a run directory that is being removed
 TRACKERS_FILE = "trackers.json"  # the run's id at each tracker
 MEMORY_FILE = "memory.json"  # bytes of a device by rank and part, as compiled at the newest start
-SCHEDULE_FILE = "schedule.csv"  # the choice of schedule=auto
+SCHEDULE_FILE = "schedule.csv"  # the schedule that schedule=auto has found
 FAILED_FILE = "failed.json"  # file in processes/: the first failed process and its message
 RECORDS = ("metrics.jsonl", "eval.jsonl", run_status.FILE)
 ASIDE = re.compile(r".*\.(damaged|after-\d+)(\.\d+|\.jsonl)?")  # files that a run set aside
@@ -35,7 +35,7 @@ OTHERS = ("skipped.jsonl", run_status.STOP_FILE, MEMORY_FILE, TRACKERS_FILE)
 WRITTEN = ("config.yaml", *RECORDS, *OTHERS, *INSIDE)  # all names that a run writes
 TAILS = (4096, 65536)  # bytes of a file's end to read; a line has about 400
 STEP = re.compile("0|[1-9][0-9]{0,17}")  # the name of a checkpoint
-# a pattern, because a YAML parser takes 20 ms a file
+# a pattern, because a YAML parser takes 20 ms per file
 NUM_STEPS = re.compile(rb"^run:\n(?:  .*\n)*?  num_steps: \d{1,18}$", re.MULTILINE)
 
 
@@ -127,14 +127,14 @@ def _is_run(path: str, names: set[str]) -> bool:
         return True
     if "config.yaml" not in names:
         return False
-    with suppress(OSError):  # other programs have files of that name, so look into it
+    with suppress(OSError):  # other programs write config.yaml, too: look into it
         content = read_file(os.path.join(path, "config.yaml"), foreign.MOST_SETTINGS_BYTES)
         return NUM_STEPS.search(content) is not None
     return False
 
 
 def read_config(path: Path) -> dict[str, Any] | str:
-    """Return the composed config of a run, or a phrase on the problem of its file."""
+    """Return the composed config of a run, or a phrase that states the problem of its file."""
     try:
         config = foreign.cleaned(foreign.read_settings(path / "config.yaml"))
     except FileNotFoundError:
@@ -173,7 +173,8 @@ def run_summary(name: str, path: Path) -> RunSummary:
         if train.written_s is not None and train.record is None and train.problem is None:
             problems.append("metrics.jsonl is empty")
     loss, recorded = record_number(train.record, "loss"), (train.record or {}).get("loss", "")
-    is_finite = recorded is not None and (loss is None or math.isfinite(loss))  # null: not finite
+    # a loss that was not finite is recorded as null
+    is_finite = recorded is not None and (loss is None or math.isfinite(loss))
     if train.record is not None and (step is None or (loss is None and is_finite)):
         problems.append("the last line of metrics.jsonl has no step or no loss")
     if status.record is not None and status.record.get("status") not in run_status.ALL:
@@ -227,7 +228,10 @@ def _state(
 
 
 def _failure_of_another(path: Path, last: Mapping[str, Any] | None) -> str | None:
-    """Return another process's failure since the last start; process 0 records no end then."""
+    """Return a failure recorded by a process other than 0 since the last start, or None.
+
+    If another process fails, process 0 writes no end to status.jsonl.
+    """
     file = path / "processes" / FAILED_FILE
     with suppress(OSError, ValueError, KeyError, TypeError):
         if last is not None and file.stat().st_mtime >= last["at"]:
@@ -342,7 +346,7 @@ def _started_s(path: Path) -> float | None:
 
 
 def _tail(path: str) -> _Tail:
-    """Return the last record of a file, its time, and the problem of its last line."""
+    """Return the last record of a file, the file's time, and the problem of its last line."""
     name = os.path.basename(path)
     # 1. the tail of the file, with at least one whole line
     try:
@@ -369,7 +373,7 @@ def _tail(path: str) -> _Tail:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    try:  # runs a million times; suppress would take 10 % longer
+    try:  # may run a million times, and suppress would take 10 % longer
         record = foreign.from_json(line)
     except (ValueError, RecursionError):
         return None

@@ -89,12 +89,12 @@ class RunStatus:
 
 
 def here() -> dict[str, str]:
-    """Return the entry of this machine in the line of a start."""
+    """Return the key and name of this machine, for the line of a start."""
     return {"host": platform.node()}
 
 
 def held_by(run_dir: Path) -> int | None:
-    """Return the local process that records a run; None if there is none, or it is unknown."""
+    """Return the id of the local process that records a run; None if none does or it is unknown."""
     until_s = time.monotonic() + LOCK_S
     with suppress(OSError):  # no such file
         while is_held(run_dir / FILE):
@@ -105,7 +105,7 @@ def held_by(run_dir: Path) -> int | None:
 
 
 def _holder(run_dir: Path) -> int | None:
-    """Return the living local process that wrote the newest start; None if unknown."""
+    """Return the id of the living local process that wrote the newest start; None if unknown."""
     try:
         lines = [json.loads(line) for line in read_file(run_dir / FILE).splitlines()]
         started = next(line for line in reversed(lines) if line["status"] == STARTED)
@@ -169,7 +169,10 @@ def append(file: FileIO, line: bytes) -> None:
 
 
 def _lock(file: FileIO) -> bool:
-    """Lock a file; return False without locks. BlockingIOError if another process holds it."""
+    """Lock a file; return False if its file system has no locks.
+
+    BlockingIOError if another process holds the lock.
+    """
     until_s = time.monotonic() + LOCK_S
     while True:
         try:

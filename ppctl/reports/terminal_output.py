@@ -53,7 +53,7 @@ def show_table(
         table.add_column(column, justify="right" if i else "left", no_wrap=True, width=width)
     for row in cells[1:]:
         table.add_row(*row)
-    # print() would cut the table to the console's width, so lay it out before
+    # print() would cut the table to the console's width, so lay it out at its full width first
     width = console.measure(table, options=console.options.update(width=10_000)).maximum
     segments = console.render(table, console.options.update(width=width))
     console.print(Segments(segments), soft_wrap=True, end="")

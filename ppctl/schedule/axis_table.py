@@ -26,9 +26,9 @@ class Axis:
     divides: tuple[Divided, ...]
     hosts_place: int  # position in the order over hosts; 0: first, over the slowest links
     in_stage: bool = False
-    in_one_host: bool = False  # a mesh with this axis across hosts is refused
-    in_mesh_text: bool = False  # mesh=AxBxC gives the size by position
-    tuned_about: str = "1"  # default sizes in `ppctl tune`, for an axis inside a stage
+    in_one_host: bool = False  # whether a mesh is refused if this axis crosses hosts
+    in_mesh_text: bool = False  # whether mesh=AxBxC gives the size by position
+    tuned_about: str = "1"  # help text of the default sizes in `ppctl tune`, if in_stage
 
 
 MESH_AXES = (

@@ -1,4 +1,4 @@
-"""Traits of executors that checks, commands and the planner need before a run."""
+"""Traits of executors, for checks, commands and the planner, which need them before a run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class EngineTraits:
 
     @property
     def dispatches_tasks(self) -> bool:
-        """Return whether each task, instead of the whole step, is a program with temporaries."""
+        """Return whether each task, not the whole step, is a program, with separate temporaries."""
         return self.timeline == "tasks"
 
     def rank_layers(self, sizes: Sequence[int], rank_of: Sequence[int]) -> int:

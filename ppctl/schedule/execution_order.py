@@ -2,7 +2,7 @@
 
 The dependency rule of `ir` is the same for every microbatch, so it is evaluated once for each stage
 and kind, and the walk runs on integers. It takes a fraction of a second for 131,072 tasks; a search
-times thousands of orders of one schedule. Three other walks differ for a reason: `pack` counts
+times thousands of orders of one schedule. Three other walks cannot use this one: `pack` counts
 ticks, `free_running` slows ranks down, and in `ChoosingRanks` ranks choose their next tasks.
 """
 
@@ -26,8 +26,8 @@ NONE = -1
 class Rule:
     """The dependency rule on integers: value (name, stage, m) has number base[name, stage] + m.
 
-    `reads` holds for each (stage or vocabulary part, kind) the values' bases and whether they cross
-    ranks; `writes` holds the bases.
+    Tasks are keyed by (stage or vocabulary part, kind). `reads`: the base of each value that the
+    task reads, and whether the value crosses ranks. `writes`: the base of each value written.
     """
 
     num_values: int
@@ -53,7 +53,7 @@ class Rule:
 
 @dataclass
 class TimedOrders:
-    """Times of orders on free-running ranks, as lists over task numbers."""
+    """Start and end of each task number, on free-running ranks that follow given orders."""
 
     makespan_s: float
     start_s: list[float]
@@ -74,8 +74,8 @@ class Jobs:
     """The tasks of a schedule as numbers, with their values, costs and memory.
 
     Lists over task numbers: `rank`, `microbatch`, `seconds`, `needs` (base and transfer seconds of
-    each value read), `makes` (bases of values written), `rise` and `change` (memory). A base is the
-    number of microbatch 0's value, see `Rule`. `first`: the orders of `schedule`. `spent`: number
+    each value read), `makes` (bases of values written), `rise` and `change` (memory). A base is a
+    value's number for microbatch 0, see `Rule`. `first`: the orders of `schedule`. `spent`: number
     of tasks that `run` has timed so far. ledger: memory of the tasks; None: one unit a stash.
     """
 
@@ -112,7 +112,7 @@ class Jobs:
 
     @cached_property
     def change(self) -> list[int]:
-        """Return the change of the rank's memory after each task has ended."""
+        """Return the change of the rank's memory from before each task to after it."""
         return [self.ledger.change(stage, kind) for stage, kind, _ in self.tasks]
 
     def run(self, orders: Orders, limit_s: float = float("inf")) -> TimedOrders | None:

@@ -1,8 +1,8 @@
-"""Pairs of neighbours in a rank's order, an F and a B or I, that run as one program.
+"""Pairs of tasks, an F and a B or I, that are neighbours in a rank's order and run as one program.
 
 A pair starts once both tasks can start, and its values exist once both have ended, so other ranks
-may wait longer. Tasks are paired if the step gets at most `MOST_LONGER` times as long. This assumes
-the schedule's relative costs, and that a pair takes as long as its two tasks.
+may wait longer. Tasks are paired if the step stays within `MOST_LONGER` times its length, at the
+schedule's relative costs and if a pair takes as long as its two tasks.
 """
 
 from heapq import heappop, heappush
@@ -18,8 +18,8 @@ MOST_LONGER = 1.03  # largest allowed factor on the step time
 def fused_order(schedule: Schedule, costs: Costs) -> list[tuple[Task, ...]]:
     """Return the tasks of all ranks by start, pairs together, each after the tasks it depends on.
 
-    A rank that can start a task pairs it with its next one if the values of both are written and
-    both end early enough for the tasks after them.
+    When a rank can start a task, it pairs the task with its next one if the values that both read
+    are written and the pair ends early enough for the tasks that depend on it.
 
     >>> from ppctl.schedule.families.one_f_one_b import eager_1f1b
     >>> order = fused_order(eager_1f1b(2, 4), Costs())
@@ -40,7 +40,7 @@ def fused_order(schedule: Schedule, costs: Costs) -> list[tuple[Task, ...]]:
             return None
         return max([free_s, *(written_s[value] + hop_s for value, hop_s in reads.items())])
 
-    # 2. in order of time, let a rank run a task, with the next one if both end in time
+    # 2. in order of time, run a rank's next task, or its next two as a pair if both end in time
     while True:
         for rank in [*waiting]:
             for task in jobs.first[rank][at[rank] : at[rank] + 1]:

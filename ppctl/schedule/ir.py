@@ -13,7 +13,7 @@ Rank r holds part r and runs four tasks for each microbatch:
        and its share of the gradient of the last stage's output
     G  computes the gradient of the part's embedding
 
-Otherwise the first stage embeds, and the last stage computes the logits and the loss.
+With a whole vocabulary the first stage embeds, and the last stage computes the logits and the loss.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Schedule:
     html: ClassVar[Callable[[Schedule], str] | None] = None  # notebook chart, see ppctl/__init__.py
 
     def _repr_html_(self) -> str | None:
-        """Return the chart for notebooks as HTML."""
+        """Return the chart for notebooks as HTML; None if no function `html` is set."""
         return None if Schedule.html is None else Schedule.html(self)
 
     @property
@@ -156,7 +156,7 @@ class Schedule:
         return len(self.part_ranks)
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
-        """Return each stage's rank; each vocabulary part's for a kind or value of parts."""
+        """Return the rank of each stage; of each vocabulary part if `name` belongs to parts."""
         return self.part_ranks if name in PART_KINDS or name in PART_VALUES else self.rank_of
 
     def rank_at(self, task: Task | Value) -> int:
@@ -192,7 +192,7 @@ class Schedule:
 
     @cached_property
     def counts(self) -> tuple[tuple[tuple[str, int, int], ...], ...]:
-        """Return the (kind, stage, number of tasks) triples of each rank."""
+        """Return (kind, stage, number of tasks) for each kind and stage of each rank."""
         counters = (Counter((task.kind, task.stage) for task in tasks) for tasks in self.ranks)
         return tuple(tuple((*which, n) for which, n in each.items()) for each in counters)
 

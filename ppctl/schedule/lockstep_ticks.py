@@ -1,4 +1,4 @@
-"""Lockstep ticks: the tasks of every rank in each tick, their time, slots for values."""
+"""Lockstep ticks: the tasks of every rank in each tick, the time of ticks, slots for values."""
 
 import heapq
 from collections import Counter
@@ -12,7 +12,7 @@ from ppctl.schedule.execution_order import Rule
 from ppctl.schedule.ir import KINDS, PART_KINDS, Schedule, Task
 from ppctl.schedule.validation import check_order
 
-TickShape = Literal["op", "fb"]  # one task a tick | an F, then a backward
+TickShape = Literal["op", "fb"]  # tasks of a rank in a tick: one | an F, then a backward
 
 
 class TickCell(NamedTuple):
@@ -52,7 +52,10 @@ def runs_in_fb_ticks(schedule: Schedule) -> bool:
 
 
 def passes_of(row: tuple[TickCell, ...], num_stages: int) -> Passes:
-    """Return the vocabulary passes of a tick: those of its tasks of the first and last stage."""
+    """Return the vocabulary passes of a tick.
+
+    E runs with stage 0's F, G with its B or I, S and T with the last stage's F.
+    """
     of_task = {task[:2]: task.microbatch for cell in row for task in cell if task is not None}
     last, first = num_stages - 1, of_task.get((0, "B"), of_task.get((0, "I")))
     return Passes(of_task.get((0, "F")), of_task.get((last, "F")), first)
@@ -85,7 +88,7 @@ def tick_phases(schedule: Schedule, cells: Cells) -> Iterator[list[Phase]]:
 
 
 def counted(schedule: Schedule, cells: Cells) -> Counted:
-    """Return the distinct phases, microbatches ignored, with their numbers of occurrences."""
+    """Return the phases that differ in stages and kinds, with their numbers of occurrences."""
     rows = Counter[PhaseParts](
         tuple(tuple(task[:2] for task in tasks) for tasks in phase)
         for phases in tick_phases(schedule, cells)
@@ -111,7 +114,7 @@ def rows_s(rows: Counted, costs: Costs, num_chunks: int) -> Rows:
 
 
 def pack(schedule: Schedule, shape: TickShape) -> Cells:
-    """Return the tasks of each tick and rank, in program order, as early as values allow.
+    """Return the tasks of each tick and rank: in program order, each as early as values allow.
 
     ScheduleError if ranks wait for each other.
     """

@@ -1,9 +1,9 @@
 """Lower bounds on time and memory that no schedule can beat: docs/derivations.md, "Lower bounds".
 
-They hold for any placement and any costs of the stages. The bound on time under a memory cap has
-this reason: each stash lives at least through the forwards after it and the input gradients back to
-it, and on each rank the sum of size times life over the stashes is at most the cap times the rank's
-span of tasks.
+They hold for any placement and any costs of the stages. The bound on time under a memory cap: each
+stash lives at least while its microbatch goes forward through all later stages and its gradient
+comes back. On each rank, the sum over stashes of size times lifetime is at most the cap times the
+time from the rank's first task to its last.
 """
 
 import math
@@ -28,7 +28,7 @@ def makespan_bound_s(
 ) -> float:
     """Return the least makespan, in seconds, of any order of these tasks.
 
-    It is the maximum over ranks of a rank's work plus its time outside the work (`outside_s`).
+    It is the largest sum, over the ranks, of a rank's work and its time outside it (`outside_s`).
     num_microbatches: number of microbatches to assume; None: that of the schedule.
 
     >>> from ppctl.schedule.families.one_f_one_b import one_f_one_b
@@ -44,8 +44,8 @@ def peak_activations_bound(schedule: Schedule, costs: Costs, period_s: float) ->
     """Return each rank's least peak of activations for any order within period_s.
 
     The peak is at least the sum of lifespans divided by the period (the building-block argument of
-    arXiv 2405.15362). An activation lives at least through the forwards after it, the input
-    gradients back to it, and its weight gradient.
+    arXiv 2405.15362). An activation lives at least while its microbatch goes forward through
+    all later stages, its gradient comes back, and its weight gradient is computed.
     """
     held_s, times = _held_s(schedule, costs, Ledger.counted(schedule)), schedule.num_microbatches
     lives_s = [times * sum(held_s[s] for s in stages) for stages in schedule.stages_of]
@@ -76,7 +76,10 @@ def bound_under_cap_s(schedule: Schedule, costs: Costs, ledger: Ledger, cap: int
 
 
 def _held_s(schedule: Schedule, costs: Costs, ledger: Ledger) -> list[float]:
-    """Return each stage's least memory x seconds of a microbatch; any backward may run as a B."""
+    """Return each stage's least memory x time for one microbatch: ledger units x seconds.
+
+    If the ledger has `pending`, it is the smaller value of a split and of a whole backward.
+    """
     held_s: list[float] = []
     for s, trip_s in enumerate(trips_s(schedule, costs)):
         i_s, w_s = (costs.seconds(kind, s, schedule.num_chunks) for kind in "IW")
@@ -101,7 +104,7 @@ def trips_s(schedule: Schedule, costs: Costs) -> list[float]:
 def outside_s(schedule: Schedule, costs: Costs) -> list[float]:
     """Return each rank's least seconds before its first task plus after its last one.
 
-    The latter are 0 for a rank whose last task may be a weight gradient.
+    The time after the last task counts as 0 if that task may be a weight gradient.
     """
     before_s = _chain_s(schedule, costs, ("F",))
     after_s = _chain_s(schedule, costs, (_backward_kind(schedule),))
@@ -126,7 +129,7 @@ def _backward_kind(schedule: Schedule) -> str:
 
 
 def _chain_s(schedule: Schedule, costs: Costs, kinds: tuple[str, ...]) -> list[float]:
-    """Return, by stage, the seconds of a microbatch's `kinds` on earlier stages, with hops."""
+    """Return, for each stage, a microbatch's seconds of `kinds` and hops in earlier stages."""
     total_s, chain_s = 0.0, [0.0]
     for stage in range(schedule.num_stages - 1):
         crosses = schedule.rank_of[stage] != schedule.rank_of[stage + 1]

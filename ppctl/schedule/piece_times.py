@@ -31,7 +31,7 @@ class LayerGathers(NamedTuple):
 
     layer_s: float  # seconds to gather one layer
     is_ahead: bool  # whether a gather overlaps the previous layer's compute; else it is exposed
-    once_more: bool = False  # whether the layer scan's last iteration makes one gather too many
+    once_more: bool = False  # whether the layer scan's last iteration gathers one layer too many
 
     def through_s(self, layers: float, layer_s: float) -> float:
         """Return the seconds of a task through `layers` layers of layer_s each, with their gathers.
@@ -60,8 +60,8 @@ class OpTimes:
     task_s: float = 0.0  # seconds a task, on top of layers
     hop_s: float = 0.0  # seconds from the end of a task until the next rank can read its value
     overhead_s: float = 0.0  # seconds a step: gathers, reductions of gradients, the optimizer
-    capacity: float = inf  # devices at full speed at once; simulated devices share cores
-    gathers: LayerGathers | None = None  # gathers inside tasks; None: all come before them
+    capacity: float = inf  # number of devices that can run at full speed at once
+    gathers: LayerGathers | None = None  # gathers inside tasks; None: all run before the tasks
     parts: Mapping[Kind, float] = field(
         default_factory=dict[Kind, float]
     )  # seconds of E, S, T and G of a vocabulary part; empty: the vocabulary is whole
@@ -92,7 +92,7 @@ class OpTimes:
     def input_grad_s(self, layers: float, *, keeps_input: bool, split: bool) -> float:
         """Return the seconds of a backward through `layers` layers, weight gradients excluded.
 
-        keeps_input: the backward reruns the forward first, and gathers the last layer only once.
+        keeps_input: the backward reruns the forward first; both use one gather of the last layer.
         split: weight gradients are a separate task that reads no parameters. Otherwise they run in
         the backward, where they too overlap with gathers.
         """
@@ -118,7 +118,7 @@ def costs_of(
     keeps_input: bool,
     split: bool,
 ) -> Costs:
-    """Return a partition's task costs. layer_costs: relative to their mean; None: all equal."""
+    """Return a partition's task costs. layer_costs: cost of each layer / mean; None: all 1."""
     sizes = stage_costs(partition, embed=0.0, head=0.0, layers=layer_costs)
     return costs_of_stages(op_times, sizes, keeps_input=keeps_input, split=split)
 
@@ -129,8 +129,8 @@ def costs_of_stages(
     """Return the costs of each stage's tasks. sizes: layers of each stage, or their relative cost.
 
     The last stage's forward includes the head's forward and backward. With keeps_input (remat=full)
-    they are part of its backward, and the first stage's backward embeds again. split: W is a
-    separate task, not a part of B.
+    the last stage's backward includes them instead, and the first stage's backward embeds again.
+    split: W is a separate task, not a part of B.
 
     >>> from ppctl.schedule.piece_times import FREE, PieceTimes
     >>> one, two = (PieceTimes(s, s, s) for s in (1.0, 2.0))

@@ -1,4 +1,4 @@
-"""Schedules to and from CSV, and words for the kinds of tasks in names of programs."""
+"""Schedules to and from CSV, and the names of task kinds in names of compiled programs."""
 
 from collections.abc import Sequence
 
@@ -34,8 +34,8 @@ def to_csv(ranks: Sequence[Sequence[Task]]) -> str:
 def from_csv(text: str, name: str) -> Schedule:
     """Parse the CSV of `to_csv` and validate its schedule. Empty cells (idle steps) are dropped.
 
-    A stage is placed on the first rank that has one of its tasks. The largest microbatch index is
-    taken as the last. ScheduleError for a malformed cell, with line and column, or an invalid
+    A stage is placed on the first rank that has one of its tasks. The number of microbatches is the
+    largest index plus 1. ScheduleError for a malformed cell, with line and column, or an invalid
     schedule.
 
     >>> from_csv("0F0,,0B0\\n1F0,1B0\\n", "mine").rank_of

@@ -20,7 +20,7 @@ class ScheduledStep:
     schedule: Schedule
     costs: Costs  # relative costs of the tasks, see `task_costs`
     ticks: Ticks | None = None  # lockstep ticks; None: ranks run freely
-    fuses: bool = False  # pairs of neighbours run as one program, see `fused_order`
+    fuses: bool = False  # whether pairs of tasks run as one program, see `fused_order`
 
     @cached_property
     def order(self) -> list[tuple[Task, ...]]:
@@ -30,7 +30,8 @@ class ScheduledStep:
         """
         if self.fuses:
             return fused_order(self.schedule, self.costs)
-        start_s = simulate(self.schedule, self.costs).start_s  # an order that can run; ties keep it
+        # start_s is in an order that can run; the stable sort keeps it for equal starts
+        start_s = simulate(self.schedule, self.costs).start_s
         return [(task,) for task in sorted(start_s, key=start_s.__getitem__)]
 
     @property
@@ -40,7 +41,7 @@ class ScheduledStep:
 
     @cached_property
     def evaluation(self) -> "ScheduledStep":
-        """Return the forwards of the step, for an evaluation."""
+        """Return the step of an evaluation: the forwards only."""
         schedule, lowered = forward_only(self.schedule), None
         if self.ticks is not None:
             lowered = ticks(schedule, self.costs, self.ticks.remat)

@@ -1,4 +1,4 @@
-"""Simulate a schedule: start and end of each task, idle time, the reason of each wait.
+"""Simulate a schedule: start and end of each task, idle time, the cause of each wait.
 
 `simulate`: ranks run freely. `free_running`: ranks run freely and share CPU cores, as simulated
 devices do; with c cores, each of k busy ranks runs at speed min(1, c/k). `lockstep`: ranks
@@ -57,7 +57,7 @@ class Timeline:
 
     @property
     def peak_activations(self) -> tuple[float, ...]:
-        """Return each rank's peak activations. Unit: one microbatch's in 1/p of the model."""
+        """Return each rank's peak activations, in microbatches through 1/p of the model."""
         return peak_activations(self.schedule)
 
     @property
@@ -66,7 +66,7 @@ class Timeline:
         return Placed(self.costs).ledger(self.schedule).peaks(self.schedule)
 
     def memory_curve(self, rank: int) -> tuple[tuple[float, float], ...]:
-        """Return (seconds, activations from then on) of each change; units: `peak_activations`."""
+        """Return (seconds, activations after it) of each change, in units of `peak_activations`."""
         num_chunks = self.schedule.num_chunks
         curve: list[tuple[float, float]] = []
         live = 0
@@ -80,8 +80,8 @@ class Timeline:
     def waits_for(self, task: Task) -> Task | None:
         """Return the task whose end set the start of `task`; None if it starts at 0.
 
-        The candidates are the task before it on its rank and the writers of its values. The last
-        to end, or to deliver its value, is returned.
+        It is the task before it on its rank or a writer of one of its values, whichever ended, or
+        delivered its value, last.
         """
         rank_at = self.schedule.rank_at
         if self.start_s[task] == 0:
@@ -114,7 +114,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
     Args:
         schedule: a valid schedule; ScheduleError if its ranks wait for each other.
-        costs: seconds and bytes of the tasks; ConfigError if a tuple lacks one entry a stage.
+        costs: seconds and bytes of the tasks; ConfigError if a tuple has a wrong length.
 
     >>> from ppctl.schedule.families.one_f_one_b import one_f_one_b
     >>> simulate(one_f_one_b(8, 32), Costs()).makespan_s
@@ -126,7 +126,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     if run is None:
         check_order(schedule)  # raises the error that names the missing value
     assert run is not None, "orders block at any costs"
-    # in run order: a stable sort by start keeps it among tasks of 0 s, which start together
+    # in the order of the run, which a stable sort by start keeps for tasks that start together
     tasks = [jobs.tasks[task] for task in jobs.ran]
     times = (map(each.__getitem__, jobs.ran) for each in (run.start_s, run.end_s))
     start_s, end_s = (dict(zip(tasks, each, strict=True)) for each in times)
@@ -134,7 +134,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 def together_s(works_s: Sequence[float], capacity: float) -> float:
-    """Return the seconds until all tasks end that start together on `capacity` shared cores.
+    """Return the seconds that tasks take together if all start at 0 on `capacity` shared cores.
 
     works_s: seconds of each task without sharing.
 

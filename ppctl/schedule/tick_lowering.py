@@ -34,7 +34,8 @@ from ppctl.schedule.tick_table import (
     why_not,
 )
 
-# columns of a divided vocabulary, equal on all ranks: 1 + microbatch of each pass, 0 without one
+# columns for a vocabulary divided over ranks, one for each pass (see `Passes`). A value is the
+# pass's microbatch + 1, or 0 if the tick has no such pass; all ranks have the same values
 PASS_COLUMNS = Passes._fields
 
 
@@ -43,7 +44,7 @@ class TickPacking(NamedTuple):
 
     shape: TickShape
     cells: Cells
-    counted: Counted  # distinct phases with their numbers
+    counted: Counted  # distinct phases with their numbers of occurrences
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,10 @@ class Ticks:
     program: TickProgram  # program that runs the ticks; it sets the columns
     shape: TickShape  # tasks of a rank in a tick: an F, then a B ("fb"), or one task ("op")
     cells: Cells  # tasks of each tick and rank
-    counted: Counted  # distinct phases with their numbers
+    counted: Counted  # distinct phases with their numbers of occurrences
     table: Table  # integers table[t][r][columns.index(name)]; booleans are 0 and 1
     num_slots: dict[str, int]  # slots of act, grad, stash (fb); value, stash, pending (op)
-    remat: Remat  # setting that decides which values have slots, and whether the last F runs
+    remat: Remat  # setting that decides the slots, and whether the last stage's F runs
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -99,15 +100,16 @@ def ticks(schedule: Schedule, costs: Costs, remat: Remat | str = Remat.FULL) -> 
     With remat=full the stash of a stage is its input, which stays in the slot where it arrived. The
     last stage then skips its forward, which its backward recomputes. Otherwise a forward writes a
     separate stash, and the last stage's forward writes the gradient of its output too. A schedule
-    without backwards keeps nothing.
+    without backwards keeps no stash.
 
     With a divided vocabulary every rank computes its part of the head right after the last stage's
     forward, in the same tick. The schedule's order of S and T is ignored, as ranks synchronize in
-    every tick. The last forward then always runs; the gradient of its output and the first stage's
-    input have slots.
+    every tick. The last stage's forward always runs; the gradient of its output, and the first
+    stage's input, have slots.
 
     Args:
-        schedule: equally many stages on each rank, consecutive ones on the same or adjacent ranks.
+        schedule: the same number of stages on every rank; consecutive stages on equal or adjacent
+            ranks.
         costs: seconds of the tasks, which decide the faster shape.
         remat: none, layer or full; ConfigError for another one.
 
@@ -138,7 +140,7 @@ def fastest(packed: Sequence[TickPacking], costs: Costs, num_chunks: int) -> Tic
 
 
 def in_shape(schedule: Schedule, packing: TickPacking, remat: Remat) -> Ticks:
-    """Return the lowered ticks of a packing: its tasks, and a slot for every value."""
+    """Return a packing lowered to ticks: its tasks, with a slot for every value."""
     program: TickProgram = "fb" if runs_in_fb_ticks(schedule) else "op"
     table, num_slots = assign_slots(schedule, packing.cells, remat, program)
     if schedule.vocab_parts:

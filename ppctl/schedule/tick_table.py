@@ -5,7 +5,7 @@ Every task except W has one output, an activation or a gradient. After the tick 
 its rank (at the turn of a V), or moves to rank r+1 or r-1 of the ring. The receiver's row of the
 table gives the hop and the slot. Activations and gradients have one shape and share their slots.
 
-A rank runs an F, then a B in a forward-backward tick ("fb"). Activations move to rank r+1,
+A rank runs an F, then a B, in a forward-backward tick ("fb"). Activations move to rank r+1,
 gradients to rank r-1. A value that arrives can be read from the next tick on.
 """
 
@@ -66,7 +66,7 @@ def hop_between(here: int, there: int, num_ranks: int) -> str | None:
 
 
 def leaves_last_forward(schedule: Schedule, remat: Remat) -> bool:
-    """Return whether the last stage skips its forward: the backward recomputes it."""
+    """Return whether the last stage skips its forward because its backward recomputes it."""
     return schedule.has_backward and remat.keeps_input_only and not schedule.part_ranks
 
 
@@ -96,13 +96,13 @@ def assign_slots(
 
 
 class _RankSlots:
-    """The slots of every rank. Keys: value numbers; (stage, microbatch) for stash and pending."""
+    """The slots of every rank. Keys: (stage, microbatch) of stash, pending; else value numbers."""
 
     def __init__(self, schedule: Schedule, remat: Remat, program: TickProgram):
         trains, self.is_op = schedule.has_backward, program == "op"
         self.last, self.is_divided = schedule.num_stages - 1, bool(schedule.part_ranks)
         self.leaves_last = leaves_last_forward(schedule, remat)
-        self.keep_input = trains and remat.keeps_input_only  # without backwards nothing is kept
+        self.keep_input = trains and remat.keeps_input_only  # no backward: nothing to keep
         self.keep_stash = trains and not remat.keeps_input_only
         self.head_in_forward = self.keep_stash or (trains and self.is_divided)
         acts, grads, self.stashes, self.pendings = (
@@ -165,7 +165,7 @@ class _RankSlots:
         ]
 
     def _sent(self, schedule: Schedule) -> dict[Part, tuple[int, int, list[Slots], int]]:
-        """Return (receiving rank, arrival column, slots, value of microbatch 0) of each output."""
+        """Return (receiving rank, arrival column, slots, microbatch 0's value) of each output."""
         sent: dict[Part, tuple[int, int, list[Slots], int]] = {}
 
         def arrives(name: str, here: int, there: int) -> int:
@@ -189,5 +189,5 @@ def task_columns(program: TickProgram, kind: Kind) -> dict[str, int]:
         return {name: i for i, name in enumerate(COLUMNS)}
     way = "f" if kind == "F" else "b"
     names = {name.removeprefix(f"{way}_"): i for i, name in enumerate(FB_COLUMNS)}
-    # a backward has one column for both: the stash, or the input for recomputation
+    # in fb ticks a backward has one column for its stash or, if it recomputes, its input
     return {"act": names["stash"], **names, "kind": FB_COLUMNS.index(way)}

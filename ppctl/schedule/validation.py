@@ -11,8 +11,8 @@ from ppctl.schedule.costs import Costs
 from ppctl.schedule.execution_order import Jobs, Rule
 from ppctl.schedule.ir import PART_KINDS, WRITES, Kind, Schedule, Task, Value, writes
 
-GRID_WIDTH = 14  # steps shown
-# required values of each stage and of each vocabulary part, with the kinds of their tasks
+GRID_WIDTH = 14  # number of steps shown
+# required values of each stage, then of each vocabulary part, with the kinds of their writers
 NEEDED: tuple[dict[str, Kind], ...] = (
     {"act": "F", "wgrad": "B"},
     {"embedded": "E", "sums": "S", "head_grad": "T", "embedding_wgrad": "G"},
@@ -47,7 +47,7 @@ def check_order(schedule: Schedule) -> None:
 
 
 def _check_tasks(schedule: Schedule, rule: Rule) -> bytearray:
-    """Return a 1 for each written value. ScheduleError for a misplaced or repeated task."""
+    """Return 1 for each written value, else 0. ScheduleError for a misplaced or repeated task."""
     holders = {kind: schedule.ranks_of(kind) for kind in WRITES}
     num_microbatches, written = schedule.num_microbatches, bytearray(rule.num_values)
     for rank, tasks in enumerate(schedule.ranks):
@@ -122,7 +122,7 @@ def fault(schedule: Schedule, rank: int, step: int, what: str) -> ScheduleError:
 
 
 def order_that_blocks(schedule: Schedule, at: Sequence[int]) -> str:
-    """Describe the tasks in the wrong order if all ranks block at steps `at`; "" if unknown."""
+    """Return text that names the tasks in the wrong order; "" if unknown. at: steps that block."""
     circle = sorted(_circle(schedule, at))
     pairs = [f"rank {rank} has {first} before {later}" for rank, first, later in circle]
     if len(pairs) == 1:
@@ -143,7 +143,7 @@ def _circle(schedule: Schedule, at: Sequence[int]) -> list[tuple[int, Task, Task
         seen[task] = len(pairs)
         missing = next(value for value in schedule.reads(task) if writer.get(value) not in done)
         if missing not in writer:
-            return []  # no task writes it
+            return []  # no task writes the missing value
         needed = writer[missing]
         rank, step = places[needed]
         task = schedule.ranks[rank][at[rank]]

@@ -17,8 +17,8 @@ from ppctl.schedule.ir import Kind, Schedule, Task
 from ppctl.schedule.search.choosing_ranks import ChoosingRanks
 from ppctl.schedule.validation import validate
 
-DELAYS = (0, 1, 2)  # microbatches: the first hides the wait of T for S, the second that of B for T
-AHEAD = 2  # most microbatches between E and the first stage's F
+DELAYS = (0, 1, 2)  # microbatches; 1 hides the wait of T for S, 2 also that of B for T
+AHEAD = 2  # most microbatches that E may be ahead of the first stage's F
 PRIORITY = "TSEG"  # order of tasks that are ready at the same time; stage tasks come last
 
 
@@ -31,8 +31,8 @@ def with_vocabulary(
 
     Args:
         schedule: two ranks or more, with a whole vocabulary.
-        delay: extra microbatches between a forward and its backward, and at most on a rank. None:
-            the smallest of `DELAYS` with the shortest step.
+        delay: extra microbatches in flight between a forward and its backward; a rank's peak grows
+            by at most as many. None: the smallest of `DELAYS` with the shortest step.
         costs: seconds of tasks, which decide their order; None: the papers' units.
 
     Raises:
@@ -57,7 +57,7 @@ def with_vocabulary(
 
 
 def _delayed(schedule: Schedule, delay: int, costs: Costs) -> tuple[float, Schedule]:
-    """Return (makespan in seconds, schedule); infinity and a deadlocking order if ranks block."""
+    """Return (makespan in seconds, schedule); (infinity, a deadlocking schedule) if ranks block."""
     # 1. add the tasks of parts; E may be at most AHEAD microbatches before the first stage's F
     programs = zip(schedule.ranks, schedule.stages_of, strict=True)
     ahead = tuple(_ahead(tasks, delay * len(stages)) for tasks, stages in programs)
@@ -68,7 +68,7 @@ def _delayed(schedule: Schedule, delay: int, costs: Costs) -> tuple[float, Sched
         (act, _stash) = jobs.makes[number[Task(0, "F", earlier)]]
         for r in range(schedule.num_ranks):
             jobs.needs[number[Task(r, "E", m)]] = ((act + earlier - m, 0.0),)
-    # 2. run the ranks: each takes its task that is ready first
+    # 2. run the ranks: each runs whichever of its tasks is ready first
     ranks = ChoosingRanks(jobs)
     queues = [_queues(jobs, order) for order in jobs.first]
 
@@ -85,7 +85,7 @@ def _delayed(schedule: Schedule, delay: int, costs: Costs) -> tuple[float, Sched
 
 
 def _queues(jobs: Jobs, order: list[int]) -> list[deque[int]]:
-    """Return a rank's tasks as a queue for each kind of `PRIORITY`, then one of stage tasks."""
+    """Return a rank's tasks as queues: one for each kind of `PRIORITY`, then one of stage tasks."""
     kinds = [*PRIORITY, "FBIW"]
     return [deque(task for task in order if jobs.tasks[task].kind in kind) for kind in kinds]
 

@@ -27,7 +27,7 @@ RULES = {  # name: pattern, most places
     ),
     "two sentences instead of of which": (
         r"\b(of|in|at|by|to|from|for|on|with|over|behind|without) which\b|\bof whose\b",
-        12,
+        22,
     ),
     "custom or separate instead of its own": (
         r"\b(one's|their|its|his|of (the|a) [a-z]+'s) own\b",

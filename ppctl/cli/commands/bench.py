@@ -1,7 +1,8 @@
 """`ppctl bench`: time the training step with every remat, compared with the un-pipelined model.
 
-Machines are shared and noisy. So CPU seconds of the process are counted, all candidates run a step
-in each round, ratios are formed within a round, and medians over the rounds are shown.
+Machines are shared and noisy, so bench counts the CPU seconds of the process. In each round every
+candidate runs one step, and its time is divided by the first candidate's in that round. The table
+shows medians over the rounds.
 """
 
 import statistics
@@ -41,13 +42,13 @@ class BenchStep:
     state: Tree
     batch: Tree
     compile_cpu_s: float  # CPU seconds to trace and compile
-    temp_bytes: int  # bytes on one device
+    temp_bytes: int  # bytes of temporary buffers on one device
     num_tasks: int | None  # tasks dispatched by the host in a step; None: one program
 
 
 def bench(config: Config, *, as_json: bool) -> int:
     """Time the config's executor with every remat, and the reference, on one batch; return 0."""
-    # 1. the train steps; the largest mesh first: it decides how many devices are simulated
+    # 1. the train steps, the reference last: the first mesh decides how many devices are simulated
     executor, schedule = config.executor, config.schedule
     requests = {"reference": without_pipeline(config)}
     for remat in executor.REMAT if executor.ENGINE.is_pipelined else ():
@@ -70,7 +71,7 @@ def bench(config: Config, *, as_json: bool) -> int:
 
 
 def without_experts(config: Config) -> Config | None:
-    """Return the config with an MLP as costly as a token's experts; None without experts."""
+    """Return the config with MLPs as wide as a token's experts; None unless all layers have any."""
     model = config.model
     if not isinstance(model, Transformer) or not all(model.has_experts):
         return None

@@ -41,10 +41,10 @@ from ppctl.training.run.process_group import process_group
 from ppctl.training.run.run_environment import check_disk
 
 T = TypeVar("T")
-# (float32 numbers of a message, exchanges of a run): odd, so that a run swaps the contents
+# (float32 numbers per message, exchanges per run); an odd number of exchanges swaps the contents
 SMALL, LARGE = (1, 65), (1 << 20, 9)
 RUNS = 5  # timed runs after a warm-up; the median counts
-ANSWER_WITHIN_S = 60.0  # seconds for a few exchanges; after them a device counts as hanging
+ANSWER_WITHIN_S = 60.0  # seconds of a few exchanges, after which a device counts as hanging
 
 
 def doctor(config: Config, *, as_json: bool) -> int:
@@ -92,7 +92,7 @@ def doctor(config: Config, *, as_json: bool) -> int:
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check. Training fails if one is not ok."""
+    """The result of a check. Training would fail if it is not ok."""
 
     what: str
     is_ok: bool
@@ -100,7 +100,7 @@ class Finding:
 
 
 def _request(config: Config) -> tuple[list[Finding], Mesh | None, int | None]:
-    """Build all that training builds before it compiles: (findings, mesh, bytes of a state)."""
+    """Build all that training builds before it compiles; return (findings, mesh, state bytes)."""
     try:
         job = assemble(config)
         notes = check_job(job)
@@ -142,9 +142,9 @@ def _directory(run: Run, needed: int | None) -> Finding:
 
 
 def _merged(by_process: Sequence[Sequence[Finding]]) -> Iterator[Finding]:
-    """Yield the findings of all processes, then one with the number of processes on each host.
+    """Yield the findings of all processes, then a finding that counts processes on each host.
 
-    A finding is yielded once if its text is the same on all processes, else once for each.
+    A finding is yielded once if its text is the same on all processes, else once per process.
     """
     for same in zip(*by_process, strict=False):
         if len({each.text for each in same}) == 1:
@@ -162,13 +162,13 @@ def _merged(by_process: Sequence[Sequence[Finding]]) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """The measured exchange between two devices. Ids are those of `jax.Device`."""
+    """Measurements of the link between two devices; `first` and `second` are their JAX ids."""
 
     first: int
     second: int
-    latency_s: float  # seconds of a message of 4 bytes, one way
-    bytes_per_s: float  # bytes a second of a message of 4 MiB, each way at the same time
-    is_right: bool  # received equals sent
+    latency_s: float  # seconds of a 4-byte message, one way
+    bytes_per_s: float  # bytes per second each way, of 4 MiB messages sent both ways at once
+    is_right: bool  # whether the received numbers equal the sent ones
 
 
 def _measured(mesh: Mesh) -> list[MeasuredLink]:
@@ -204,7 +204,10 @@ def _of_links(links: Sequence[MeasuredLink]) -> list[Finding]:
 
 
 def probe_devices(devices: Sequence[Any], most: int = 16) -> list[Any]:
-    """Return all devices up to `most`, else each process's first, or the first `most` of one."""
+    """Return the devices to measure: all, if they are at most `most`.
+
+    Of more devices: the first of each process, or the first `most` of a single process.
+    """
     if len(devices) <= most:
         return list(devices)
     firsts = {device.process_index: device for device in reversed(devices)}
@@ -212,7 +215,7 @@ def probe_devices(devices: Sequence[Any], most: int = 16) -> list[Any]:
 
 
 def measure_link(a: Any, b: Any) -> MeasuredLink:
-    """Measure the link between two devices; their processes call this in the same order."""
+    """Measure the link between two devices. Both processes must call this in the same order."""
     mesh = Mesh(np.array([a, b]), ("pair",), axis_types=(AxisType.Auto,))
     latency_s, right = _exchanges(mesh, *SMALL)
     large_s, large_right = _exchanges(mesh, *LARGE)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ppctl.config import Config
     from ppctl.language.language_model import LanguageModel
 
-# one device, batches of 1: a data set with fewer examples than a batch is refused
+# overrides for one device and batches of 1, since a data set needs at least one full batch
 ONE_DEVICE = (
     *("mesh=1x1", "schedule=gpipe", "schedule.num_microbatches=1", "run.eval_every=null"),
     *("data.batch_size=1", "data.eval_fraction=0"),
@@ -39,7 +39,7 @@ answer is the likeliest choice (accuracy), or the choice with the largest likeli
 
 
 def parser() -> Parser:
-    """Return the options of `ppctl evaluate`."""
+    """Return the parser for the options of `ppctl evaluate`."""
     usage = "RUN [data=... data.SETTING=...] [model.seq_len=N] [OPTIONS]"
     options = Parser("evaluate", usage, notes=NOTES, nargs="+")
     options.add_argument("--choices", metavar="FILE.jsonl", help="questions, a line each")
@@ -134,7 +134,7 @@ def _config(model: LanguageModel, overrides: Sequence[str]) -> Config:
         return replace(model.config, data=replace(data, **kept))
     from ppctl.cli.compose import compose
 
-    # later words win: one device, then the run's data unless data= is given, then the user's
+    # later words win: one device, then the run's data unless data= is given, then the user's words
     words = [*ONE_DEVICE, f"model.seq_len={model.transformer.seq_len}"]
     if not any(word.startswith("data=") for word in overrides):
         of_run, left_out = request_words({"data": asdict(data)}), HOW_TRAINED + BY_TOKENIZER

@@ -8,7 +8,7 @@ from ppctl.errors import ConfigError
 
 
 def parser() -> Parser:
-    """Return the options of `ppctl examples`."""
+    """Return the parser for the options of `ppctl examples`."""
     return Parser("examples", "[--json]")
 
 

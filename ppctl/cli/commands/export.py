@@ -8,7 +8,7 @@ from ppctl.cli.command_options import Parser
 
 
 def parser() -> Parser:
-    """Return the options of `ppctl export`."""
+    """Return the parser for the options of `ppctl export`."""
     notes = (
         "DIR gets safetensors, config.json, generation_config.json and the tokenizer's files; with "
         "--adapter\nadapter_config.json and adapter_model.safetensors."
@@ -26,7 +26,7 @@ def parser() -> Parser:
 
 
 def serve(options: Namespace) -> int:
-    """Write the model directory; return 0. ConfigError if transformers has no equal model."""
+    """Write the model directory; return 0. ConfigError if transformers has no such model."""
     source, out = Path(options.run_dir), Path(options.out)
     from ppctl.language.export_model import export_model
 

@@ -29,7 +29,7 @@ at the end of a turn in the chat template."""
 
 
 def parser() -> Parser:
-    """Return the options of `ppctl generate`."""
+    """Return the parser for the options of `ppctl generate`."""
     usage = "RUN --prompt TEXT [OPTIONS]"
     options = Parser("generate", usage, notes=NOTES, words="run", nargs=None)
     add = options.add_argument
@@ -140,7 +140,7 @@ def _generate(path: Path, prompts: Sequence[str], options: Namespace) -> int:
 
 
 def _rows(tokens: Iterable[Any], number: int, ends: Container[int]) -> list[list[int]]:
-    """Return the new tokens of each prompt, up to the first in `ends`."""
+    """Return the new tokens of each prompt, up to and including the first in `ends`."""
     new: list[list[int]] = [[] for _ in range(number)]
     for chosen in tokens:
         for row, token in zip(new, chosen.tolist(), strict=True):
@@ -164,7 +164,7 @@ def _print_pieces(pieces: Iterable[str]) -> int:
 def _converse(
     model: LanguageModel, devices: Sequence[Any], options: Namespace, how: dict[str, Any]
 ) -> int:
-    """Answer each line of the input, until an empty line or the end; return 0."""
+    """Answer each line of the input, until an empty line or the end of the input; return 0."""
     from ppctl.language.conversation import Conversation
 
     _question(model, "", options.system)  # raises the template's errors before the first message
@@ -187,7 +187,7 @@ def _converse(
 
 
 def _messages(prompt: str) -> Iterator[str]:
-    """Yield the lines of the input up to an empty one, each after a prompt on the terminal."""
+    """Yield the lines of the input up to an empty one; print `prompt` before each."""
     try:
         while message := input(prompt).strip():
             yield message
@@ -204,14 +204,15 @@ def _question(model: LanguageModel, prompt: str, system: str | None) -> list[int
 
 
 def _ends(model: LanguageModel, options: Namespace) -> frozenset[int]:
-    """Return the tokens that end a text; print a note if no file names the end of an answer."""
+    """Return the tokens that end a text; print a note if no token is known to end an answer."""
     from ppctl.data.tokenizer import turn_end
 
     named = frozenset(map(model.token_of, options.stop or ()))
     turn = turn_end(model.tokenizer) if options.chat else None
     if turn is not None:
         return model.ends | named | {turn}
-    if options.chat and not named and len(model.ends) == 1:  # only the end of documents
+    # the only known end is that of documents
+    if options.chat and not named and len(model.ends) == 1:
         note = "note: the chat template ends an answer with no special token. Name one with --stop."
         print(note, file=sys.stderr)
     return model.ends | named

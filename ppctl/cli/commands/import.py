@@ -10,7 +10,7 @@ from ppctl.errors import ConfigError
 
 
 def parser() -> Parser:
-    """Return the options of `ppctl import`."""
+    """Return the parser for the options of `ppctl import`."""
     notes = (
         "DIR is a model directory (config.json, *.safetensors, tokenizer files) or a .gguf file;\n"
         "with --base adapters of PEFT (adapter_config.json, adapter_model.safetensors)."

@@ -19,7 +19,7 @@ KINDS = (".py", ".yaml", ".md")
 
 
 def parser() -> Parser:
-    """Return the options of `ppctl init`."""
+    """Return the parser for the options of `ppctl init`."""
     notes = f"DIR gets a Stack, equal layers between an embedding and a head:\n{_listed(STARTER)}"
     usage = "DIR [--network] [--json]"
     options = Parser("init", usage, notes=notes, words="dir", nargs=None)

@@ -14,7 +14,7 @@ from ppctl.training.pipeline.job_checks import check_evaluations
 
 
 def plan(config: Config, *, as_json: bool) -> int:
-    """Print the prediction, and write plan.html; return 1 if it does not fit, else 0."""
+    """Print the prediction, write the page plan.html; return 1 if memory is too small, else 0."""
     file = config.plan.html
     if file is not None:
         check_file(f"plan.html={file}", Path(file))  # checked before the work

@@ -11,7 +11,7 @@ from ppctl.reports.terminal_output import check_file, show_json, write_file
 
 
 def rehearse(config: Config, *, as_json: bool) -> int:
-    """Print the time and memory of a step of the whole mesh, write plan.html; return 0."""
+    """Print a step's time and memory on the whole mesh, write the page plan.html; return 0."""
     file = config.plan.html
     if file is not None:
         check_file(f"plan.html={file}", Path(file))  # checked before the work

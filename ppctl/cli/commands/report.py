@@ -30,7 +30,7 @@ shows the current state; write it again while a run goes on."""
 
 
 def parser() -> Parser:
-    """Return the options of `ppctl report`."""
+    """Return the parser for the options of `ppctl report`."""
     usage = "RUN [RUN ...] [--out FILE.html] [--json]"
     options = Parser("report", usage, notes=NOTES, words="runs", nargs="+")
     about = (
@@ -110,12 +110,12 @@ def _pipeline_of(
         part.check()
     if executor.name == "reference":
         return "executor=reference has no pipeline to draw."
-    # 2. a schedule in a file, such as the one that schedule=auto found
+    # 2. for schedule=auto, the schedule that the run found and stored
     found, number = run_dir / SCHEDULE_FILE, schedule.num_microbatches
     is_auto = isinstance(schedule, Auto) and found.is_file()
     if is_auto:
         schedule = Csv(name="csv", path=str(found), num_microbatches=number)
-    # 3. its size and costs
+    # 3. its size and costs, and the schedule as the executor ran it
     num_chunks = getattr(schedule, "num_chunks", 2 * getattr(schedule, "num_waves", 1))
     if large := too_many_tasks(3 * mesh.pp * number * num_chunks):
         return large

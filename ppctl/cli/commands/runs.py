@@ -36,7 +36,7 @@ Status:
 
 
 def parser() -> Parser:
-    """Return the options of `ppctl runs`."""
+    """Return the parser for the options of `ppctl runs`."""
     usage = "[show NAME | rm NAME ... | prune NAME] [DIR ...] [OPTIONS]"
     options = Parser("runs", usage, notes=NOTES)
     about = (

@@ -1,6 +1,7 @@
 """`ppctl schedule`: draw, list, compare and check schedules from assumed costs; starts no JAX.
 
-The words become composed requests for `ppctl.cli.subcommands.schedule_show` and `schedule_curves`.
+This file parses and composes the requests. `ppctl.cli.subcommands.schedule_show` and
+`schedule_curves` simulate and draw them.
 """
 
 import argparse
@@ -40,12 +41,12 @@ FORMAT = (
     "text (default), html, svg, pdf, png, json or csv; list: all but html; curves: text, svg, pdf, "
     "png, json"
 )
-OF_CURVES = ("ranks", "microbatches", "kept_mb")  # options of `curves`
+OF_CURVES = ("ranks", "microbatches", "kept_mb")  # options of `curves` only
 MOST_SIZES = 1024  # largest number of ranks or microbatches in `curves`
 
 
 class _Words(NamedTuple):
-    """The words of a subcommand: options, names of schedules or files, overrides, --out."""
+    """The parsed command line of a subcommand. names: schedules or files. out: file of --out."""
 
     args: argparse.Namespace
     names: list[str]
@@ -54,7 +55,7 @@ class _Words(NamedTuple):
 
 
 def parser() -> Parser:
-    """Return the options of `ppctl schedule`, and its help."""
+    """Return the parser for the options of `ppctl schedule`."""
     options = Parser("schedule", USAGE, notes=NOTES)
     add = options.add_argument
     add("--format", metavar="F", help=FORMAT)
@@ -76,7 +77,7 @@ def parser() -> Parser:
 
 def serve(args: argparse.Namespace) -> int:
     """Run the requested subcommand; return the exit code."""
-    if args == parser().read([]):  # no words
+    if args == parser().read([]):  # neither words nor options
         parser().print_help()
         return 0
     if args.config_dir is not None and not Path(args.config_dir).is_dir():
@@ -143,7 +144,7 @@ def _compare(words: _Words) -> int:
     for word in overrides:
         if not any(has(knobs, word) for knobs in knobs_of.values()):
             raise ConfigError(f"{word}: none of {', '.join(names)} has such a setting.")
-    # 3. a request for each
+    # 3. a request for each schedule
     if files:
         num_ranks, number = _size_of_files(files)
         overrides = [f"mesh=1x{num_ranks}", f"schedule.num_microbatches={number}", *overrides]
@@ -158,7 +159,7 @@ def _compare(words: _Words) -> int:
 
 
 def _size_of_files(names: Sequence[str]) -> tuple[int, int]:
-    """Return the ranks and microbatches of schedule files; ConfigError if they differ."""
+    """Return (num_ranks, num_microbatches) of schedule files. ConfigError if the files differ."""
     from ppctl.config.schedule_from_config import read_valid
 
     schedules = {name: read_valid(Path(name)) for name in names}
@@ -248,14 +249,14 @@ def _compose(args: argparse.Namespace, overrides: list[str]) -> ScheduleConfig:
 
 
 def _knobs(family: str) -> set[str] | None:
-    """Return the settings of a shipped schedule, `schedule.` included; None for any other name."""
+    """Return the keys (schedule.NAME) of a shipped schedule's settings; None for other names."""
     if family not in options("schedule"):
         return None
     return set(settings_of("schedule", schema_of("schedule", family)))
 
 
 def _families(request: ScheduleConfig, given: set[str]) -> list[ScheduleConfig]:
-    """Return the request for each family, with those of the given settings that it has."""
+    """Return a request for each family, with the settings in `given` that the family has."""
     from ppctl.config.schedule_from_config import settings_of_family
     from ppctl.schedule.families.registry import FAMILIES
 
@@ -270,13 +271,13 @@ def _families(request: ScheduleConfig, given: set[str]) -> list[ScheduleConfig]:
 
 
 def _format(words: _Words, known: Sequence[str]) -> str:
-    """Return the requested format: --format or --json, else the ending of --out, else text."""
+    """Return the output format: --format or --json, else the ending of --out, else text."""
     args, out = words.args, words.out
     if args.json and args.format not in (None, "json"):
         raise ConfigError(f"--json and --format {args.format} exclude each other.")
     ending = "text" if out is None else out.suffix[1:]
     form = "json" if args.json else args.format or ending
-    forms = [each for each in known if out is None or each != "text"]  # text is only printed
+    forms = [each for each in known if out is None or each != "text"]  # text is for stdout
     if form not in forms:
         option = f"--out {out}" if form == ending and out is not None else f"--format {form}"
         hint = did_you_mean(form, forms)

@@ -21,7 +21,7 @@ that shares the directory. The same `ppctl train` command resumes it later."""
 
 
 def parser() -> Parser:
-    """Return the options of `ppctl stop`."""
+    """Return the parser for the options of `ppctl stop`."""
     options = Parser("stop", "NAME [OPTIONS]", notes=NOTES)
     options.add_argument("--wait", action="store_true", help="wait until the run has ended")
     return options
@@ -42,7 +42,7 @@ def serve(options: argparse.Namespace) -> int:
         raise ConfigError(f"{path / STOP_FILE} cannot be written: {error.strerror}.") from error
     if not options.json:
         print(printable(f"{name} saves and ends after its current step, {found.steps_text}."))
-    # 2. its end
+    # 2. the end of the run
     while options.wait and (found := run_summary(name, path)).status == RUNNING:
         time.sleep(POLL_S)
     if options.json:

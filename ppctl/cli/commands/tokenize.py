@@ -14,7 +14,7 @@ MOST_VOCAB = 2**20
 
 
 def parser() -> Parser:
-    """Return the options of `ppctl tokenize`."""
+    """Return the parser for the options of `ppctl tokenize`."""
     usage = "FILE... --vocab-size N --out DIR [OPTIONS]"
     notes = "FILE is a text, .jsonl or .parquet file, a pattern, or a directory; .gz and .zst too."
     options = Parser("tokenize", usage, notes=notes, words="files", nargs="+")

@@ -8,5 +8,5 @@ from ppctl.training.run import train_run as run
 
 
 def train(config: Config, *, words: Sequence[str], as_json: bool) -> int:
-    """Train a config after predicting its step; `words`, the overrides as typed, are recorded."""
+    """Predict the step, then train; return the exit code. words: typed overrides, to record."""
     return run.train(config, words, predict=predict_step, as_json=as_json)

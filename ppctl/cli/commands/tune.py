@@ -17,7 +17,7 @@ POD_RUNS = "/runs"  # mount path of the volume in recipes/cluster/jobset.yaml
 
 
 def tune(config: Config, *, as_json: bool) -> int:
-    """Print the best layouts, write recipe and job script of the first; return 0 if one fits."""
+    """Print the best layouts, write recipe and job script of the first; return 1 if none fits."""
     if isinstance(config.tune.devices, list):
         return _of_several(config, config.tune.devices, as_json=as_json)
     name, launch = config.tune.recipe, config.tune.launch
@@ -39,7 +39,7 @@ def tune(config: Config, *, as_json: bool) -> int:
 
 
 def _of_several(config: Config, numbers: Sequence[int], *, as_json: bool) -> int:
-    """Print the best layout of each number of devices; the chosen one becomes the recipe."""
+    """Print the best layout for each number of devices, write the recipe of the chosen number."""
     tune, path = config.tune, None
     if tune.days is not None and config.plan.tokens is None:
         raise ConfigError(
@@ -59,10 +59,10 @@ def _of_several(config: Config, numbers: Sequence[int], *, as_json: bool) -> int
 
 
 def job_words(launch: str, config: Config, name: str) -> list[str]:
-    """Return the overrides for `ppctl train` in the job of a layout; the mesh is always stated.
+    """Return the overrides of `ppctl train` in a layout's job script. They always state the mesh.
 
-    The job runs on the devices that it finds, under the recipe's name. Hardware of --config-dir is
-    dropped: its file may be missing on the cluster.
+    JAX chooses the platform. The run has the recipe's name, unless run.name is set. Hardware from
+    --config-dir is dropped: its file may be missing on the cluster.
     """
     run, usual = config.run, Config()
     name = name if run.name == usual.run.name else run.name

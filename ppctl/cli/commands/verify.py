@@ -35,7 +35,7 @@ class Comparison(NamedTuple):
 
     job: TrainingJob
     of_batch: Verification
-    training: TrainingComparison | None  # None: verify.steps=0
+    training: TrainingComparison | None  # comparison of train steps; None: verify.steps=0
 
     @property
     def ok(self) -> bool:
@@ -56,7 +56,7 @@ def verify(config: Config, *, as_json: bool) -> int:
     job = assemble_to_verify(config)
     notes = [note for note in (unkept, *check_job(job)) if note is not None]
     plain = plain_model(job)
-    state = job.pipe.init()  # compiled once, for gradients and steps
+    state = job.pipe.init()  # initial state, for gradients and steps
     batch = next(job.data.batches())
     of_plain = plain.loss_and_grads, plain.params
     of_batch = verify_gradients(job.pipe, *of_plain, state, batch)
@@ -160,7 +160,7 @@ def _number_text(number: Number, tolerance: float) -> str:
 
 
 def _error_text(error: float, tolerance: float) -> str:
-    return f"{error:.1e}" + ("" if error <= tolerance else " !")  # NaN is marked
+    return f"{error:.1e}" + ("" if error <= tolerance else " !")  # NaN is marked too
 
 
 def _what(config: Config) -> str:

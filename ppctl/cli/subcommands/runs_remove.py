@@ -1,5 +1,6 @@
-"""`ppctl runs rm`: find the runs, ask, and remove them whole or not at all: never while a process
-writes to them, never through a symlink.
+"""`ppctl runs rm`: find the runs, ask the user, and remove their directories.
+
+A run that a process writes to, or that is reached through a symlink, is never removed.
 """
 
 import errno
@@ -36,7 +37,7 @@ class _Run(NamedTuple):
 
     @property
     def line(self) -> str:
-        """The run's description in the question."""
+        """The description of the run, printed above the question."""
         found, size = run_summary(self.name, self.path), size_text(disk_bytes(self.path))
         return printable(f"{self.path}: {found.status} at step {found.steps_text}, {size}")
 
@@ -66,7 +67,7 @@ def remove(names: Sequence[str], top: Path, *, is_sure: bool, as_json: bool) -> 
 
 
 def checked_run(name: str, top: Path) -> _Run:
-    """Return the run with this path or full name. ConfigError if it must not be changed."""
+    """Return the run with this path or full name. ConfigError if `_check_place` refuses it."""
     found = _find(name, top)
     _check_place(*found)
     return found
@@ -99,7 +100,11 @@ def ask(lines: Sequence[str], question: str, action: str, *, is_sure: bool) -> N
 
 
 def _check_place(name: str, path: Path, top: Path) -> None:
-    """Raise ConfigError for a run that is in use, holds runs, or leaves `top` by a symlink."""
+    """Raise ConfigError for a directory that is not safe to change.
+
+    It is in use by a process, contains the current directory or other runs, or has a symlink in
+    its path below `top`.
+    """
     real = Path(os.path.realpath(path))
     below = Path(os.path.relpath(os.path.abspath(path), os.path.abspath(top)))
     if Path(os.path.realpath(top)) / below != real:
@@ -140,8 +145,8 @@ def _raise(error: OSError) -> None:
 def remove_run(name: str, path: Path) -> None:
     """Remove a run directory: rename it, so that it is no longer a run, then delete it.
 
-    ConfigError if a process writes to it or it cannot be renamed; the run is then unchanged.
-    ConfigError that names the remains if they cannot be deleted.
+    ConfigError if a process writes to it or it cannot be renamed; the run is then unchanged. If the
+    renamed directory cannot be deleted, the ConfigError names it.
     """
     remains = path.with_name(f"{REMOVED}{path.name}-{os.getpid()}")
     try:

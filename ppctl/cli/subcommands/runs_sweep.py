@@ -1,4 +1,4 @@
-"""`ppctl runs show SWEEP`: the axes of a sweep, its jobs and their status, and the best."""
+"""`ppctl runs show SWEEP`: the axes of a sweep, its jobs and their status, and the best jobs."""
 
 import os
 from collections import Counter
@@ -28,7 +28,7 @@ def find_sweep(name: str, tops: Sequence[Path]) -> Path | None:
 
 
 def jobs_without_runs(top: Path) -> list[RunSummary]:
-    """Return the jobs of a sweep without a run: not started, or refused. [] if not a sweep."""
+    """Return the jobs of a sweep that have no run: not started, or refused. [] for other paths."""
     summaries = []
     for each in read_sweep(top):
         place = each.job.run_dir

@@ -22,26 +22,34 @@ MOST_LINES = 16  # lines in a figure
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """A schedule simulated at one size. One activation: of a microbatch through 1/num_ranks."""
+    """A schedule simulated at one size.
+
+    The unit of activations is one microbatch through 1/num_ranks of the model.
+    """
 
     num_ranks: int
     num_microbatches: int
     makespan_s: float
     bubble_fraction: float
-    speedup: float  # times as fast as one rank that does all the work
-    peak_activations: float  # activations of the rank that holds most
+    speedup: float  # factor over one rank that does all the work
+    peak_activations: float  # peak activations of the rank that holds most
     all_activations: float  # sum of the peaks of all ranks
 
 
 @dataclass(frozen=True)
 class CurveGrid:
-    """The points of all sizes, and the errors of the others. kept_mb: MB kept for a microbatch."""
+    """The points of all possible sizes, and the errors of the impossible ones.
+
+    kept_mb: MB of activations that a rank keeps for a microbatch. refused: errors by (ranks,
+    microbatches).
+    """
 
     title: str
-    over: Literal["ranks", "microbatches"]  # the x axis; the other one tells lines apart
+    over: Literal["ranks", "microbatches"]  # x axis; lines are values of the other one
     kept_mb: Sequence[float]
     points: Sequence[CurvePoint]
-    lines: Mapping[str, Sequence[tuple[int, CurvePoint | None]]]  # by name; None: impossible size
+    # (x, point) pairs of each line, by the line's name; None: impossible size
+    lines: Mapping[str, Sequence[tuple[int, CurvePoint | None]]]
     refused: Mapping[tuple[int, int], str]
 
 
@@ -51,7 +59,7 @@ def curve_grid(
     microbatches: Sequence[int],
     kept_mb: Sequence[float],
 ) -> CurveGrid:
-    """Return the requested schedule at all sizes; the axis with more sizes is x."""
+    """Return the requested schedule simulated at all sizes; the x axis has more sizes."""
     if isinstance(request.schedule, settings.Csv):
         use = "Name a family, as in schedule=gpipe."
         raise ConfigError(f"schedule=csv has the size of its file. {use}")
@@ -81,7 +89,7 @@ def curve_grid(
 
 
 def show_curves(found: CurveGrid, form: str, out: Path | None) -> int:
-    """Write a grid in one of FORMATS, to a file or to stdout."""
+    """Write a grid in one of FORMATS to a file, or to stdout if `out` is None; return 0."""
     if form == "json":
         cells = [_document(point, found.kept_mb) for point in found.points]
         names = "num_ranks", "num_microbatches", "why"
@@ -117,7 +125,7 @@ def _document(cell: CurvePoint, kept_mb: Sequence[float]) -> dict[str, object]:
 
 
 def _panels(found: CurveGrid) -> Iterator[Panel]:
-    """Yield the four figures; the memory figures have a line for each size of kept_mb."""
+    """Yield the four figures; the memory figures repeat each line for each entry of kept_mb."""
     of_memory = [(mb, f", {number_text(mb)} MB") for mb in found.kept_mb] or [(1.0, "")]
     unit = "MB" if found.kept_mb else "activations"
     for title, of, name, scales in (

@@ -60,7 +60,7 @@ def list_families(
     form: str,
     out: Path | None,
 ) -> int:
-    """Write each family with its formulas, or why it refuses the size of `request`; return 0.
+    """Write each family with its formulas, or its error for the size of `request`; return 0.
 
     each: the requests, one for each family.
     """
@@ -151,13 +151,13 @@ def formulas(family: str) -> str:
 
 
 def costs_of(costs: settings.Costs) -> Costs:
-    """Return costs for the simulator, with activations in bytes; both are for 1/p of the layers."""
+    """Return the simulator's costs of 1/p of the layers: seconds, and activations in bytes."""
     seconds = costs.forward_s, costs.input_grad_s, costs.weight_grad_s, costs.transfer_s
     return Costs(*seconds, activation_bytes=costs.activation_gib * GIB)
 
 
 def costs_on(request: settings.ScheduleConfig) -> CostsOf:
-    """Return the request's costs as a function of the placement: the same for any placement."""
+    """Return a constant function of the placement: the request's costs."""
     fixed_bytes = (request.costs.fixed_gib * GIB,) * request.mesh.pp
     return lambda rank_of: Placed(costs_of(request.costs), fixed_bytes)
 

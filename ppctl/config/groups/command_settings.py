@@ -85,17 +85,17 @@ class Plan(Settings):
 
     @property
     def compiles(self) -> bool:
-        """Whether to compile: plan.compile, by default only for a topology."""
+        """Whether to compile: plan.compile; if it is None, whether plan.topology is set."""
         return self.topology is not None if self.compile is None else self.compile
 
     @property
     def only_predicts_topology(self) -> bool:
-        """Whether to predict for a topology without the compiler of its devices."""
+        """Whether to predict for plan.topology without its devices' compiler."""
         return self.topology is not None and not self.compiles
 
     @property
     def topology_shape(self) -> tuple[int, ...]:
-        """The chips of the topology each way; for GPUs (hosts, GPUs a host).
+        """The number of chips along each axis of plan.topology; for GPUs (hosts, GPUs per host).
 
         >>> Plan(topology="h100:2x8").topology_shape
         (2, 8)
@@ -113,7 +113,7 @@ class Tune(
 
     # number of devices, or a list: a table of the best layout for each; None: the mesh's
     devices: Annotated[Any, _is_number, MOST_DEVICES] = None
-    days: Positive | None = None  # limit of days for plan.tokens: chooses the fewest tune.devices
+    days: Positive | None = None  # limit in days for plan.tokens; selects the fewest tune.devices
     schedules: list[str] | None = None  # families; None: all that the executor runs
     # values of executor.remat; None: all
     remat: list[Annotated[str, one_of(*Remat)]] | None = None

@@ -27,7 +27,7 @@ class Data(Settings):
     name: str = "???"
     # global batch: examples (sequences, for text) per step
     batch_size: Annotated[int, up_to(2**24, "a batch is put together on a host")] = 32
-    eval_fraction: Rate = 0.05  # share held out for evaluation
+    eval_fraction: Rate = 0.05  # share of examples held out for evaluation
 
     KEY = "data"
 
@@ -53,7 +53,7 @@ class TextFiles:
     path: str = "???"  # a file, a pattern such as data/*.jsonl.gz, or a directory
     # column of JSON lines and Parquet: a document's text, or a list of chat messages
     field: str = "text"
-    prompt_field: str | None = None  # column with a prompt, put before the text; not a target
+    prompt_field: str | None = None  # column with a prompt before the text; not a target
     # unit of a document in plain text: file | paragraph | line
     document: Annotated[str, one_of("file", "paragraph", "line")] = "file"
 

@@ -20,7 +20,7 @@ REACHED = (
     "flops",  # share of peak_flops in large matrix products
     "bytes",  # share of memory_bytes_per_s in element-wise operations; default 1
     "attention_forward",  # share of peak_flops, all pairs of tokens counted; default: as flops
-    "attention_backward",  # likewise
+    "attention_backward",  # share of peak_flops, likewise
     "experts",  # share of peak_flops in grouped products of experts; default: as flops
 )
 
@@ -30,7 +30,7 @@ class Network:
     """The network that joins hosts."""
 
     host_devices: Count  # devices of a host, joined by links
-    bytes_per_s: Positive  # one way, from a device to one on another host
+    bytes_per_s: Positive  # bandwidth one way, from a device to one on another host
     latency_s: NotNegative  # seconds per message to another host
 
 
@@ -45,11 +45,11 @@ class Cuda:
 
     capability: Annotated[str, _capability]  # compute capability, such as "9.0"
     cores: Count  # streaming multiprocessors
-    fp32_per_core: Count  # float32 lanes
+    fp32_per_core: Count  # float32 lanes of a multiprocessor
     clock_ghz: Positive
     memory_bytes: Annotated[int, above_zero]  # bytes of memory as CUDA states them
     l2_bytes: Count
-    shared_bytes_per_core: Count  # shared memory
+    shared_bytes_per_core: Count  # bytes of shared memory of a multiprocessor
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Hardware(Settings):
     peak_flops: dict[str, Positive]  # dense FLOP/s by dtype of compute
     reached: dict[str, Positive]  # shares of the peaks, 0..1, see REACHED
     memory_bytes_per_s: Positive  # bandwidth of the device memory
-    link_bytes_per_s: Positive  # one way, from a device to its neighbour (NVLink, ICI)
+    link_bytes_per_s: Positive  # bandwidth one way, to a neighbour (NVLink, ICI)
     link_latency_s: NotNegative  # seconds per message to a neighbour
     task_s: NotNegative  # seconds to start a task or a tick, without its work
     memory_gib: Positive | None = None  # GiB available to programs; None: a share of the machine's
@@ -92,7 +92,7 @@ class Hardware(Settings):
 
     @property
     def host_devices(self) -> int | None:
-        """The devices of a host; None: links join all devices."""
+        """The number of devices per host; None: links join all devices."""
         return None if self.hosts is None else self.hosts.host_devices
 
     @property

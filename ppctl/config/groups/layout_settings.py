@@ -76,7 +76,7 @@ class Explicit(Uniform):
         is_list = isinstance(counts, list) and all(
             type(count) is int for count in cast("list[Any]", counts)
         )
-        if not is_list and not isinstance(counts, str):  # schedule.partition parses text
+        if not is_list and not isinstance(counts, str):  # schedule/partition/ parses text
             raise ConfigError(
                 f"partition.layers={counts} is neither a list with the number of layers of each "
                 "stage, [3,2,2,3], nor text such as 'Et*3|(tt|)*2,tL'."

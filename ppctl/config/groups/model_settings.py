@@ -49,14 +49,15 @@ class Family(NamedTuple):
 
 FAMILIES = {
     "llama": Family(),  # Llama, Mistral, SmolLM
-    "qwen2": Family(qkv_bias=True),  # and GLM 4.5 Air
+    "qwen2": Family(qkv_bias=True),  # Qwen2, GLM 4.5 Air
     "qwen3": Family(qk_norm=True),
     "glm4p5": Family(qkv_bias=True, qk_norm=True),
     "olmoe": Family(whole_qk_norm=True),
     "gemma2": Family(norm_plus_one=True, post_norms=True, scale_embedding=True),
     "gemma3": Family(norm_plus_one=True, post_norms=True, scale_embedding=True, qk_norm=True),
 }
-LACKING = {  # start of model names, letters and digits only: features that the transformer lacks
+# features that the transformer lacks, by the start of the model's name (letters and digits only)
+LACKING = {
     "deepseek": "multi-head latent attention (MLA)",
     "gptoss": "attention sinks, and biases and clamped activations of experts",
     "llama4": "chunked attention, layers without rotary positions, and experts of weighted inputs",
@@ -78,15 +79,17 @@ Stretch = Annotated[float, partial(at_least, least=1)]
 
 @dataclass(frozen=True)
 class Linear:
-    """Wavelengths stretched by factor (Chen et al. 2023)."""
+    """Scaling that stretches all wavelengths by `factor` (Chen et al. 2023)."""
 
     factor: Stretch
 
 
 @dataclass(frozen=True)
 class Llama3:
-    """Wavelengths above original_max_position_embeddings/low_freq_factor stretched by factor, those
-    below original_max_position_embeddings/high_freq_factor unchanged, mixed between them.
+    """Scaling that stretches only long wavelengths by `factor`.
+
+    Wavelengths above original_max_position_embeddings/low_freq_factor are stretched. Those below
+    original_max_position_embeddings/high_freq_factor are unchanged. Those between are mixed.
     """
 
     factor: Stretch
@@ -97,9 +100,11 @@ class Llama3:
 
 @dataclass(frozen=True)
 class Yarn:
-    """Pairs with fewer than beta_slow turns in original_max_position_embeddings stretched by
-    factor, those with more than beta_fast unchanged, mixed between them; queries and keys times
-    attention_factor, None: 1 + log(factor)/10.
+    """Scaling that stretches only pairs with few turns in original_max_position_embeddings.
+
+    Pairs with fewer than beta_slow turns are stretched by `factor`. Those with more than beta_fast
+    turns are unchanged. Those between are mixed. Queries and keys are multiplied by
+    attention_factor; None: 1 + log(factor)/10.
     """
 
     factor: Stretch
@@ -177,26 +182,26 @@ class Transformer(Layered):
     """Decoder-only transformer: pre-norm, RMSNorm, rotary positions, grouped-query attention."""
 
     name: str = "transformer"
-    num_layers: NumLayers = 8  # divided over the stages
+    num_layers: NumLayers = 8  # layers, divided over the stages
     d_model: Count = 128  # width of the residual stream
     num_heads: Count = 4
-    num_kv_heads: Count | None = None  # None: num_heads
+    num_kv_heads: Count | None = None  # heads of keys and values; None: num_heads
     # width of a head; None: d_model/num_heads
     head_dim: Annotated[int, up_to(2**16, "each head is on one device")] | None = None
     # hidden width of the MLP; None: 4*d_model
     mlp_width: Annotated[int, up_to(2**30, "no device holds a column of it")] | None = None
     # gelu (by tanh) | gelu_exact | silu; gated, three matrices: swiglu | geglu | geglu_exact
     activation: Annotated[str, one_of(*PLAIN, *GATED)] = "gelu"
-    vocab_size: VocabSize | None = None  # None: the data set's
+    vocab_size: VocabSize | None = None  # tokens of the vocabulary; None: the data set's
     seq_len: SeqLen = 128  # tokens per sequence
     tied: bool = False  # head shares the embedding's weights
     # norms, biases, scaled embedding: llama | qwen2 | qwen3 | glm4p5 | olmoe | gemma2 | gemma3
     family: Annotated[str, one_of(*FAMILIES)] = "llama"
     norm_eps: Positive = 1e-6  # added to the mean square in a norm
-    # square of the divisor of scores; None: head_dim
+    # scores are divided by its square root; None: head_dim
     query_pre_attn_scalar: Positive | None = None
     attention_softcap: Positive | None = None  # scores become cap*tanh(score/cap)
-    logit_softcap: Positive | None = None  # logits likewise
+    logit_softcap: Positive | None = None  # logits become cap*tanh(logit/cap)
     # last tokens that a token attends to, itself included; None: all before it
     window: Count | None = None
     window_pattern: str = "W"  # cycle of layers with the window (W) and without (F): WWWWWF
@@ -223,12 +228,12 @@ class Transformer(Layered):
 
     @property
     def has_experts(self) -> tuple[bool, ...]:
-        """Whether each layer has experts in place of an MLP."""
+        """For each layer, whether it has experts in place of an MLP."""
         return self.moe.has_experts(self.num_layers)
 
     @property
     def mlp_widths(self) -> dict[str, int]:
-        """The hidden widths of the MLP and of the shared expert, which tp divides, by name."""
+        """The hidden widths that tp divides: the MLP's and the shared expert's, by their name."""
         widths = {} if all(self.has_experts) else {"the width of the MLP": self.hidden_width}
         shared = self.moe.shared_width
         return widths | ({} if shared is None else {"model.moe.shared_width": shared})
@@ -263,7 +268,7 @@ class Transformer(Layered):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer.
+        """The attention window of each layer, in tokens; None: all tokens before.
 
         >>> Transformer(num_layers=3, window=8, window_pattern="WF").windows
         (8, None, 8)
@@ -301,7 +306,7 @@ class Transformer(Layered):
             raise ConfigError(f"{width} is odd, but rotary positions rotate pairs. {use}.")
         turned = self.rope.fraction * self.head_width
         even = max(2, 2 * round(turned / 2))
-        if abs(turned - even) > 1e-3:  # digits of a fraction such as 2/3
+        if abs(turned - even) > 1e-3:  # tolerance for rounded fractions such as 0.66667
             raise ConfigError(
                 f"model.rope.fraction={self.rope.fraction} of heads {self.head_width} wide are "
                 f"{turned:g} dims, not an even number: rotary positions rotate pairs. Use "
@@ -330,7 +335,7 @@ class MLP(Layered):
     """Linear embedding, equal layers of the same width, linear head, mean squared error."""
 
     name: str = "mlp"
-    num_layers: NumLayers = 8  # divided over the stages
+    num_layers: NumLayers = 8  # layers, divided over the stages
     d_model: Count = 64  # width of a layer
     activation: Annotated[str, one_of(*MLP_ACTIVATIONS)] = "relu"  # relu | tanh | gelu
     dropout: Rate = 0.0  # rate of dropped outputs of layers, in training

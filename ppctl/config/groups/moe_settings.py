@@ -114,7 +114,7 @@ class Experts:
             )
 
     def check_frozen(self) -> None:
-        """Raise ConfigError for settings that count tokens, which training of adapters excludes."""
+        """Raise ConfigError for settings that count tokens, which optim.train=lora excludes."""
         for name in ("bias_update", "capacity"):
             value = getattr(self, name)
             if value:

@@ -34,12 +34,12 @@ class Optim(Settings):
     min_lr_fraction: Share = 0.1  # final rate over the peak rate; unused by constant
     decay_fraction: Share = 0.2  # share of run.num_steps with wsd's falling rate
     warmup_steps: Natural = 20  # steps of linear growth to the peak
-    clip_norm: NotNegative | None = 1.0  # None: no clipping
+    clip_norm: NotNegative | None = 1.0  # maximum global gradient norm; None: no clipping
     # all parameters | lora: low-rank adapters of a transformer's linear maps, all else frozen
     train: Annotated[str, one_of("all", "lora")] = "all"
     lora_rank: Count = 16  # r of PEFT: an adapter is A [inputs, rank] times B [rank, outputs]
     lora_alpha: Positive = 32.0  # adapters are multiplied by alpha/rank
-    # some of q, k, v, o, gate, up, down; None: all in a block
+    # maps with adapters, of q, k, v, o, gate, up, down; None: all in a block
     lora_targets: list[Annotated[str, one_of(*TARGETS)]] | None = None
     lora_dropout: Rate = 0.0  # rate of dropped entries of adapters' inputs, in training
 

@@ -19,7 +19,7 @@ def _resume(key: str, value: str) -> None:
 @dataclass
 class Checkpoint:
     enabled: bool = True  # false: save nothing, as for a benchmark
-    every: Count | None = 50  # steps; None: only at the end and on interruption
+    every: Count | None = 50  # steps between saves; None: only at the end and on interruption
     keep: Count = 3  # newest checkpoints kept
     keep_every: Count | None = None  # steps between permanent checkpoints; None: no permanent ones
     # action at a failed save: stop training | continue, and try again at the next save
@@ -31,7 +31,7 @@ class Run(Settings):
     """One training run: its steps, its directory and its processes."""
 
     name: str = "default"
-    dir: str = "runs/${run.name}"  # metrics and checkpoints
+    dir: str = "runs/${run.name}"  # directory of metrics and checkpoints
     num_steps: Count = 200  # optimizer steps
     seed: Natural = 0  # seed of initial weights and data order
     # dtype of compute: float32 | bfloat16 | float64; None: by the devices, float64 to verify
@@ -48,14 +48,14 @@ class Run(Settings):
     start_from: str | None = None
     # same: fail if the checkpoint's model is another function | changed: resume anyway
     resume_with: Annotated[str, one_of("same", "changed")] = "same"
-    # gradients that are not finite: stop | skip: leave the state, name the examples
+    # action at gradients that are not finite: stop | skip (no update; names the examples)
     on_nonfinite: Annotated[str, one_of("stop", "skip")] = "stop"
     # skipped steps in a row after which on_nonfinite=skip saves and stops
     max_skipped: Count = 10
     log_every: Count = 10  # steps between lines on the terminal; metrics.jsonl has every step
-    eval_every: Count | None = 100  # steps; None: no evaluation
+    eval_every: Count | None = 100  # steps between evaluations; None: no evaluation
     eval_at_start: bool = False  # evaluate a new run before its first step too
-    # batches of data.batch_size; None: 4, or all that are held out
+    # batches of an evaluation; None: 4, or all that are held out
     eval_batches: Count | None = None
     # trackers of metrics: tensorboard, wandb, mlflow
     trackers: list[Annotated[str, one_of("tensorboard", "wandb", "mlflow")]] = field(
@@ -103,7 +103,7 @@ class Run(Settings):
 
     @property
     def resume_step(self) -> int | None:
-        """The step to go back to, of run.resume=STEP."""
+        """The step to resume from, if run.resume is a number."""
         return int(self.resume) if self.resume.isdecimal() else None
 
     def _check_checkpoints(self) -> None:

@@ -46,7 +46,7 @@ class Eager1F1B(Schedule):
     """1F1B with a longer warm-up: `warmup_hops` forwards for each later rank."""
 
     name: str = "eager_1f1b"
-    # 1: fewest activations (1F1B) .. 2: hides transfers
+    # forwards per later rank: from 1 (1F1B, fewest activations) to 2 (hides transfers)
     warmup_hops: Annotated[float, partial(within, least=1, most=2)] = 2.0
 
 
@@ -71,7 +71,7 @@ class Hanayo(Schedule):
     """Hanayo: each rank holds two stages per wave."""
 
     name: str = "hanayo"
-    # waves: times down the ranks and back up
+    # waves: each goes down the ranks and back up
     num_waves: Annotated[int, up_to(512, "each is two stages of a rank")] = 1
 
 
@@ -102,7 +102,7 @@ class Csv(Schedule):
     """
 
     name: str = "csv"
-    num_microbatches: Natural = 0  # 0: the file's
+    num_microbatches: Natural = 0  # microbatches per step; 0: as in the file
     path: str = "???"  # path of the file
 
 

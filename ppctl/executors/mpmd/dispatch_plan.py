@@ -17,11 +17,11 @@ from ppctl.schedule.ir import Task
 Tree = Any
 Key = tuple  # (name of a value, then its rank or stage, and microbatch)
 Call = Callable[..., Sequence]  # values read -> values written
-Slots = tuple[int, ...]
+Slots = tuple[int, ...]  # indices in the list of values of `Walk.run`
 
 
 class ProgramId(NamedTuple):
-    """The identity of a program: equal ones are traced and lowered once."""
+    """The identity of a program: programs with equal ids are traced and lowered once."""
 
     kind: str
     reads: tuple[str, ...]
@@ -33,7 +33,8 @@ class PlanEntry(NamedTuple):
     """An entry of a plan: a program on a rank, or (program=None) a move of one value to it.
 
     readers: for each written value, (rank, key on that rank) of each reader; (): no readers.
-    `with_moves` turns them into moves. A reader on this rank only sets the key of the value.
+    `with_moves` makes a move for each reader on another rank. A reader on this rank gets no move:
+    the program writes the value under the reader's key.
     """
 
     program: ProgramId | None
@@ -41,9 +42,9 @@ class PlanEntry(NamedTuple):
     reads: tuple[Key, ...]
     writes: tuple[Key, ...]
     task: Task | None = None
-    sender: int | None = None  # rank that a moved value comes from
+    sender: int | None = None  # rank that a moved value comes from; None: a program
     readers: tuple[tuple[tuple[int, Key], ...], ...] = ()
-    second: Task | None = None  # task that the program runs besides `task`
+    second: Task | None = None  # other task of a program that runs two
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -61,8 +62,8 @@ def transfer_entry(
 def with_moves(programs: Iterable[PlanEntry]) -> list[PlanEntry]:
     """Return the programs in this order, with the moves of values to their readers.
 
-    A move comes before its sender's next program or its reader, whichever is first. So programs
-    that the receiver starts before the value exists come before the move and do not wait for it.
+    A move comes right before its sender's next program or before its reader, whichever is first.
+    So programs that the receiver starts before the value exists do not wait for the move.
     """
     entries: list[PlanEntry] = []
     pending: list[PlanEntry] = []  # moves not yet in `entries`
@@ -102,11 +103,12 @@ class Walk:
 
     entries: tuple[PlanEntry, ...]
     steps: tuple[tuple[Call, Slots, Slots, Slots], ...]  # call, slots read, written and freed
-    slots: Mapping[Key, int]
+    slots: Mapping[Key, int]  # index of each value in the list of values of `run`
     given: tuple[Key, ...]  # keys of the values that `run` takes
     kept: tuple[Key, ...]  # keys of the values that `run` returns
     shapes: Mapping[Key, Tree]  # shapes of the kept values
-    held: tuple[Mapping[str, int], ...]  # by rank: `Runtime.memory_breakdown`; {}: remote rank
+    # bytes by value name at the peak of each rank (`Runtime.memory_breakdown`); {}: remote rank
+    held: tuple[Mapping[str, int], ...]
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """Two tasks of a rank as one program: the sends of each overlap matrix products of the other.
 
-Both are traced, cut at their sends over the axes inside a stage, and run by turns: barriers keep
-each send between the same two points as a part of the other task. Otherwise compilers merge the
-sends of both tasks, or run one task after the other.
+Both tasks are traced and cut into parts at their sends over the axes inside a stage. Then they run
+by turns: barriers make each send begin and end with a part of the other task. Otherwise compilers
+merge the sends of both tasks, or run one task after the other.
 
 time   | ------------------------------------------------->
 first  | part 0 | send 0 | part 1 | send 1 | part 2 | ...
@@ -44,7 +44,10 @@ class FusedTasks(NamedTuple):
     writes: tuple[tuple[str, ...], ...]
 
     def by_name(self, of: Callable[[ProgramId, Sequence[str]], Sequence[Any]]) -> dict[str, Any]:
-        """Call of(program, its names) for each task; return the results by fused name."""
+        """Return `of` of each value of the two tasks, by the value's name in the fused program.
+
+        of(program, names) returns one result for each of a task's names.
+        """
         found = dict[str, Any]()
         for program, reads, writes in zip(*self, strict=True):
             found |= zip(reads, of(program, program.reads), strict=True)
@@ -57,14 +60,14 @@ def fused_entry(first: PlanEntry, second: PlanEntry) -> PlanEntry:
 
     The first task passes the rank's sums on to the second.
     """
-    # 1. names of values and readers of written values, by key
+    # 1. by key: the names of values, and the readers of written values
     entries, names, readers = (first, second), dict[Key, str](), dict[Key, tuple]()
     programs = tuple(entry.program for entry in entries if entry.program is not None)
     for entry, program in zip(entries, programs, strict=True):
         keys, inside = entry.reads + entry.writes, program.reads + program.writes
         names = {k: f"{program.kind}.{n}" for k, n in zip(keys, inside, strict=True)} | names
         readers |= zip(entry.writes, entry.readers, strict=True)
-    # 2. the program, which reads the rank's sums once
+    # 2. the program; the second task's sums are written by the first, not read from the rank
     of = lambda keys: tuple(names[key] for key in keys)  # noqa: E731
     reads = dict.fromkeys(first.reads)
     reads |= dict.fromkeys(key for key in second.reads if key not in first.writes)
@@ -72,7 +75,7 @@ def fused_entry(first: PlanEntry, second: PlanEntry) -> PlanEntry:
         tuple(of(entry.reads) for entry in entries),
         tuple(of(entry.writes) for entry in entries),
     )
-    kind = "".join(program.kind[0].upper() for program in programs)  # "forward" is an F
+    kind = "".join(program.kind[0].upper() for program in programs)  # F for the kind "forward"
     program = ProgramId(kind, of(reads), of(readers), FusedTasks(programs, *values))
     written = {"writes": tuple(readers), "readers": tuple(readers.values())}
     return first._replace(program=program, reads=tuple(reads), **written, second=second.task)
@@ -112,7 +115,7 @@ def run_fused(program: ProgramId, functions: Sequence[Callable], *values: Tree) 
 
 
 def _steps(env: dict, parts: Sequence[Equations], sends: Sequence[Equations]) -> Iterator[list]:
-    """Run parts and sends in turn; yield the operands of each send before it, its results after."""
+    """Run parts and sends in turn; yield the operands before each send, its results after it."""
     for part, sent in zip_longest(parts, sends, fillvalue=()):
         _run(env, part)
         yield _operands(sent)
@@ -138,7 +141,7 @@ def cut(
     result. late: variables without a value until the end; equations that depend on them come last.
     """
     parts, sends, last, late = [[]], list[list](), [], set(late)
-    following, follow = [], set[Any]()  # the next part, and its variables
+    following, follow = [], set[Any]()  # the next part; results that it must wait for
     for eqn in jaxpr.eqns:
         read = {*_operands([eqn])}
         depends, is_work = not follow.isdisjoint(read), eqn.primitive.name in WORK

@@ -2,7 +2,8 @@
 
 A program is lowered for an abstract submesh and compiled for the devices of each rank that runs it.
 JAX has no public way to load one executable on other devices, so ranks share only the trace. For
-described devices (`plan.topology`) each program is compiled once and cannot run.
+described devices (`plan.topology`) each program is compiled once and cannot run. A crossing is a
+program that moves a value between submeshes of different processes.
 
 Several processes walk the same plan. Each program takes as argument the turn, a counter that the
 program before it on its rank returns, so that every device runs its programs in the plan's order.
@@ -61,21 +62,21 @@ class Runtime:
         self.abstract = AbstractMesh(one.devices.shape, one.axis_names, axis_types=one.axis_types)
         self.is_described = is_described(one)
         self.is_mine = tuple(self.is_described or is_mine(submesh) for submesh in submeshes)
-        # 2. the turn of each rank, and the turns of programs under way
+        # 2. the turn of each rank, and the turns of its unfinished programs (None: no limit)
         self.turns = [self.numbers(np.zeros((), np.int32), r) for r in range(len(submeshes))]
         mine, is_cpu = jax.process_index(), one.devices.flat[0].platform == "cpu"
         limited = [is_cpu and processes(submesh).count(mine) > 1 for submesh in submeshes]
         self.under_way = [deque[jax.Array]() if limit else None for limit in limited]
-        # 3. programs, with the shapes of their results; executables, by `_place`
+        # 3. programs; `traced` also has the shapes of results, and `compiled` has keys of `_place`
         self.traced: dict[ProgramId, tuple[jax.stages.Traced, tuple]] = {}
         self.lowered: dict[ProgramId, jax.stages.Lowered] = {}
         self.compiled: dict[tuple[ProgramId, int | None], jax.stages.Compiled] = {}
-        # 4. moves between processes, by parts, sender and receiver
+        # 4. executables of crossings by (parts, sender, receiver)
         self.crossings: dict[tuple[tuple[Part, ...], int, int], jax.stages.Compiled] = {}
         self.connected: set[tuple[int, ...]] = set()  # (sender, receiver)
 
     def numbers(self, values: np.ndarray, rank: int) -> jax.Array | None:
-        """Return an array replicated over a rank; None for remote and for described ranks."""
+        """Return `values` replicated over a rank's devices; None for remote and described ranks."""
         if self.is_described or not self.is_mine[rank]:
             return None
         sharding, dtype = NamedSharding(self.submeshes[rank], P()), values.dtype
@@ -98,7 +99,7 @@ class Runtime:
         """Run a crossing on zeros for each pair of submeshes that is not connected yet.
 
         All processes call this at about the same time, with no program under way: Gloo waits only
-        half a minute for the other side of a new connection, and without limit once connected.
+        half a minute for the other side of a new connection, but without limit once connected.
         """
         for (parts, *ranks), compiled in self.crossings.items():
             if tuple(ranks) not in self.connected:
@@ -127,7 +128,10 @@ class Runtime:
     def compile(
         self, entries: Sequence[PlanEntry], given: Mapping[Key, Tree], kept: Collection[Key]
     ) -> Walk:
-        """Compile a plan and return the walk over it, from `given` shapes to `kept` values."""
+        """Compile a plan and return its walk.
+
+        given: shapes of the values that the walk takes; kept: keys of the values that it returns.
+        """
         shapes = self.shapes(entries, given)
         freed = last_uses(entries, {*kept, *given})
         here = [
@@ -155,7 +159,7 @@ class Runtime:
         temps: Sequence[int] | None = None,
         shapes: Mapping[Key, Tree] | None = None,
     ) -> tuple[dict[str, int], ...]:
-        """Return for each rank the bytes by value name at its peak, on one device, without `given`.
+        """Return for each rank the bytes on one device at the peak, by value name, without `given`.
 
         temps: bytes of temporaries of each entry; None: those of the compiled programs.
         shapes: shapes of all values; None: trace them.
@@ -231,7 +235,7 @@ class Runtime:
         local.__name__ = program.kind  # name of the compiled module
         # 2. over the devices of a rank
         whole, manual = local, set(self.abstract.axis_names) - set(auto)
-        if manual:  # shard_map takes an empty set for all axes
+        if manual:  # because shard_map reads an empty set as all axes
             whole = jax.shard_map(
                 local,
                 mesh=self.abstract,
@@ -275,7 +279,7 @@ class Runtime:
         return processes(self.submeshes[entry.sender]) != processes(self.submeshes[entry.rank])
 
     def _compile(self, entries: Sequence[PlanEntry], shapes: Mapping[Key, Tree]) -> None:
-        """Compile missing programs in threads, started in plan order, as all processes do."""
+        """Compile missing programs in threads, started in plan order: the same in all processes."""
         # 1. missing executables by key: (cache, lowered program, mesh, program or None)
         missing: dict[tuple, tuple[dict, jax.stages.Lowered, Mesh, ProgramId | None]] = {}
         for entry in entries:
@@ -314,7 +318,7 @@ class Runtime:
                 return written
 
             return in_turn
-        # 2. a move inside this process; to a device it takes 70 us, to a sharding 110 us
+        # 2. a move inside a process; device_put takes 70 us to a device, 110 us to a sharding
         there = jax.tree.map(lambda a: a.sharding, self.placed(rank, shapes[entry.reads[0]]))
         assert sender is not None, "an entry without a program is a move"
         if not self._crosses(entry):
@@ -337,7 +341,7 @@ class Runtime:
         return in_both_turns
 
     def _passed_on(self, entry: PlanEntry, freed: Sequence[Key]) -> list[Key]:
-        """Return the freed values whose memory a once-a-step program reuses for its results."""
+        """Return the freed values whose memory a program without a task reuses for its results."""
         of_rank = entry.program if entry.task is None else None
         donated = () if of_rank is None else self.programs.donated(of_rank)
         return [key for key in freed if key in entry.reads and key[0] in donated]

@@ -9,16 +9,17 @@ inputs, targets, m      the batch, and the number of a microbatch
 keys                    random keys of the batch's examples, if layers take keys
 x, gx; y, gy            a stage's input and output for a microbatch, and their gradients
 stash, pending          values from a forward to its backward, and from I to W
-sum                     a stage's gradients, summed over its rank's devices; each keeps a shard
+sum                     a stage's gradients, summed over its rank's devices, a shard on each
 losses                  sum of the losses, and their number
 
-With a divided vocabulary, stages have no embedding and no head. Each rank has a part of both, and
+With a divided vocabulary, stages have no embedding and no head. Each rank has a part of both,
+and these values:
 
 part                    the number of the part
 own_x, part_x           the part's summand of the first stage's input; its copy on that stage's rank
 last_y, first_gx        the last stage's output, the gradient of the first stage's input
 logits, own_log_sums    values from S to T: to T on the same rank, and to T on all ranks
-log_sums, all_log_sums  own_log_sums on the last stage's rank; their combination, on each rank
+log_sums, all_log_sums  copy of own_log_sums on the last stage's rank; all combined, on each rank
 own_gy, part_gy         the part's summand of the last stage's gy; its copy on that stage's rank
 """
 
@@ -31,15 +32,16 @@ from ppctl.model.random_keys import KEYS
 from ppctl.schedule.ir import PART_KINDS, Kind, Schedule, Task
 from ppctl.schedule.partition.partition import Partition
 
-FORWARD = "forward"  # program of a forward without a stash
+FORWARD = "forward"  # kind of a program that runs a forward without a stash
 JOINS = TOTAL, TOTAL_LOG_SUMS = "total", "log_sums"  # programs that combine all parts' values
-TASKS = (FORWARD, "F", "B", "I", "W", *PART_KINDS, *JOINS)  # other programs run once a step
+TASKS = (FORWARD, "F", "B", "I", "W", *PART_KINDS, *JOINS)  # others run once a step
 # value joined from all parts -> (a part's value, its copy on the joining rank)
 JOINED = {
     "x": ("own_x", "part_x"),
     "gy": ("own_gy", "part_gy"),
     "all_log_sums": ("own_log_sums", "log_sums"),
 }
+# values of a whole rank, whose keys have no stage and no microbatch
 OF_RANK = ("inputs", "targets", KEYS, "losses", "embed_head", "acc_embed_head", "part")
 
 
@@ -55,7 +57,10 @@ class Role(NamedTuple):
 def roles(
     partition: Partition, *, are_alike: bool, have_embed_head: bool = True
 ) -> tuple[Role, ...]:
-    """Return the role of each stage; have_embed_head=False: each rank has a part of both."""
+    """Return the role of each stage.
+
+    have_embed_head=False: stages have neither, because each rank has a part of both.
+    """
     first, last = (0, len(partition) - 1) if have_embed_head else (None, None)
     return tuple(
         Role(len(layers), s == first, s == last, None if are_alike else layers.start)
@@ -69,7 +74,8 @@ def task_program(
     """Return the program of a task, or None if it has nothing to run.
 
     keeps_input (remat=full): the stash is the stage's input. The last stage's backward then runs
-    its forward and the head, and the first stage's backward embeds its input again.
+    its forward and the head, and the first stage's backward embeds its input again. with_keys:
+    whether layers take random keys.
     """
     # 1. values that depend on the stage's place
     embedding = ("embed_head", "inputs", "m") if role.is_first else ("x",)
@@ -121,7 +127,7 @@ PART_PROGRAMS: dict[Kind, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def part_program(kind: Kind, has_backward: bool) -> ProgramId:
-    """Return the program of a part's task; without backwards T yields only the loss."""
+    """Return the program of a part's task; in a forward-only schedule T yields only the loss."""
     reads, writes = PART_PROGRAMS[kind]
     if kind == "T" and not has_backward:
         reads, writes = tuple(name for name in reads if name != "acc_embed_head"), ("losses",)
@@ -138,13 +144,13 @@ def task_entries(
 ) -> list[PlanEntry]:
     """Return the plan entries of the tasks of `schedule`, with moves between ranks.
 
-    order: tasks by their start; tasks in one tuple run as one program. how: keeps_input and
+    order: tasks in order of start; tasks in one tuple run as one program. how: keeps_input and
     with_keys of `task_program`. reductions: for each stage, the program that reduces
     ("acc", stage) to ("sum", stage). A reduction runs once the sums are complete, right before the
     rank's next task, so that moves of the last task's values come first. Stages without layers are
     reduced at the end: their zeros would take memory early.
     """
-    # entries by tasks, by joined value and microbatch, by reduced stage
+    # plan entries by tasks, by (joined value, microbatch), or by reduced stage
     steps = dict[Any, PlanEntry]()
     backwards = (task for tasks in order for task in tasks if task.kind in "BW")
     last = {task.stage: task for task in backwards} if reductions else {}
@@ -164,7 +170,7 @@ def task_entries(
                 is_here = name == "all_log_sums" or stage == _place(schedule, name)[0]
                 if name in JOINED and (name, m) not in steps and is_here:
                     steps[name, m] = _join(schedule, name, m)
-        # 3. a reduction that is due, then one program for the tasks
+        # 3. the reduction that is due on this rank, then one program for the tasks
         rank = made[0].rank
         if rank in due:
             steps[due[rank]] = _reduction(reductions, due[rank], rank)
@@ -216,7 +222,7 @@ def _key(name: str, task: Task, rank: int) -> Key:
 
 
 def _readers(schedule: Schedule, name: str, task: Task) -> list[tuple[int, Key]]:
-    """Return (rank, the value's key on it) for each rank that reads a value of a task."""
+    """Return (rank, the value's key on it) for each rank that reads a value written by a task."""
     (s, _, m), ranks, last = task, range(schedule.num_ranks), schedule.num_stages - 1
     if name == "y" and s == last:
         return [(r, ("last_y", r, m)) for r in ranks]

@@ -36,16 +36,17 @@ from ppctl.schedule.ir import PART_KINDS
 from ppctl.schedule.mesh_axes import DATA_AXES, RANK_AXES
 
 Tree = Any
-# values that differ by device: a leading axis over devices, of length 1 inside a program
+# values that differ by device: they have a leading dim over devices, of length 1 inside a program
 OF_DEVICE = ("acc", "acc_embed_head", "losses", "stash", "pending", "logits")
 
 
 class ProgramLibrary:
     """The function, PartitionSpecs, donated arguments and compiler preset of each program.
 
-    param_specs: specs of each rank's parameters. once: functions of the programs after the
-    gradients, by kind. once_specs: returns the specs of a value that only these programs have, or
-    None. whole_arrays: kinds of programs that take a rank's whole arrays, which XLA divides.
+    param_specs: specs of the parameters, by role of the rank. sum_axes: axes over which gradients
+    are summed. once: functions, by kind, of the programs after the gradients. once_specs: (program,
+    value name) -> specs of a value that only these programs have; None for other values.
+    whole_arrays: kinds of programs that see a rank's whole arrays, as XLA divides them.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class ProgramLibrary:
         self.device_axes = tuple(axis for axis in RANK_AXES if axis not in model.auto)
 
     def auto_axes(self, program: ProgramId) -> tuple[str, ...]:
-        """Return the axes that XLA divides a program over; for `whole_arrays` all of a rank."""
+        """Return the axes that XLA divides a program over, all of a rank for `whole_arrays`."""
         if program.kind in self.whole_arrays:
             return RANK_AXES
         is_task = program.kind in TASKS or isinstance(program.shape, FusedTasks)
@@ -95,7 +96,7 @@ class ProgramLibrary:
             specs = self.model.auto_specs["embed_head"]
             trained = self.model.trained_embed_head(specs)
             return specs if name == "embed_head" else self._with_devices(trained)
-        # a gathered embed_head is declared replicated, also if devices hold shards of the stage
+        # embed_head is declared replicated once gathered, even if tp or another axis divides it
         return P() if name in ("embed_head", *NUMBERS) else P(self.device_axes)
 
     def _with_devices(self, specs: Tree) -> Tree:
@@ -167,14 +168,15 @@ class ProgramLibrary:
         return task
 
     def donated(self, program: ProgramId) -> tuple[str, ...]:
-        """Return the names of values read whose memory the values written reuse."""
+        """Return the names of the read values whose memory is reused for written values."""
         if isinstance(program.shape, FusedTasks):
             of = lambda part, names: [name in self.donated(part) for name in names]  # noqa: E731
             found = program.shape.by_name(of)
             return tuple(name for name, is_donated in found.items() if is_donated)
         if program.kind in ("prepare", "reduce"):
             return ()
-        if program.kind == "finish":  # a single chunk's or device's sums are the gradients
+        # the sums of a single chunk, or on a single device, become the gradients unchanged
+        if program.kind == "finish":
             passed = (program.reads.count("sum") == 1) * ("sum",)
             passed += self.is_one_device * ("acc_embed_head",)
             return tuple(name for name in passed if name in program.reads)
@@ -236,8 +238,8 @@ def add_device_dim(tree: Tree) -> Tree:
 
 
 def run_task(model: Model, kind: str, role: Role, v: dict[str, Any]) -> dict[str, Any]:
-    """Return the values by name that a stage's task of this kind writes; v: those it reads."""
-    # 1. a forward
+    """Return by name the values that a stage's task writes; v: the values that it reads."""
+    # 1. the stage's arguments, then a forward
     first = role.first_layer
     numbers = None if first is None else range(first, first + role.num_layers)
     keys = _microbatch_of(model, v, KEYS) if KEYS in v else None
@@ -269,7 +271,7 @@ def run_task(model: Model, kind: str, role: Role, v: dict[str, Any]) -> dict[str
 
 
 def run_part(model: Model, kind: str, v: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that a task E, S, T or G of a rank's part of the vocabulary writes."""
+    """Return by name the values that a vocabulary part's task (E, S, T or G) writes."""
     if kind == "E":
         return {"own_x": _embedded(model, v)}
     if kind == "S":
@@ -283,7 +285,7 @@ def run_part(model: Model, kind: str, v: dict[str, Any]) -> dict[str, Any]:
 
 
 def joined(kind: str, *parts: jax.Array) -> tuple[jax.Array]:
-    """Return the log sums of all parts, or the parts' sum, added in at least float32."""
+    """Return the combined log sums of all parts, or the parts' sum, added in at least float32."""
     if kind != TOTAL:
         return (log_sums_of_parts(jnp.stack(parts)),)
     wide = jnp.promote_types(parts[0].dtype, jnp.float32)

@@ -18,7 +18,7 @@ from ppctl.model.random_keys import KEYS, SEED, example_keys
 from ppctl.schedule.mesh_axes import DATA_AXES
 
 Tree = Any
-NUMBERS = ("m", "part", SEED, "layer_numbers")  # equal on all devices of a rank
+NUMBERS = ("m", "part", SEED, "layer_numbers")  # values equal on all of a rank's devices
 NO_INPUTS = LayerInputs()
 SHARED = ("given", "given_there", "shared_sum", "shared")  # values with gradients of shared leaves
 
@@ -28,8 +28,8 @@ class RankRole:
     """The stages of a rank, and its role in summing gradients of shared leaves of embed_head."""
 
     stages: tuple[Role, ...]
-    num_layer_slots: int  # slots of a staged chunk, for its layers and padding
-    shared: str | None = None  # "adds" (this rank sums all ranks' gradients) | "gives"
+    num_layer_slots: int  # layers of the largest stage; others are padded to it
+    shared: str | None = None  # "adds" (it sums all ranks' gradients) | "gives" (it sends its sums)
     vocab_parts: int = 0  # parts of embedding and head, one per rank; 0: undivided
 
     @property
@@ -68,10 +68,10 @@ def rank_roles(model: Model, layout: Layout, roles: tuple[Role, ...]) -> tuple[R
 
 
 class StageSums(NamedTuple):
-    """The sizes of a stage's sums of gradients: its layers, and the slots of a staged chunk."""
+    """The size of a stage's sums of gradients, before and after padding to the largest stage."""
 
     num_layers: int
-    num_layer_slots: int
+    num_layer_slots: int  # layers after padding
 
 
 def reductions(ranks: tuple[RankRole, ...], roles: Sequence[Role]) -> list[ProgramId]:
@@ -87,15 +87,16 @@ def rank_entries(
     with_grads: bool,
     inputs: LayerInputs = NO_INPUTS,
 ) -> tuple[list[PlanEntry], list[PlanEntry]]:
-    """Return (entries before the tasks, entries after), from ("params", rank) to ("grads", rank).
+    """Return (entries before the tasks, entries after the tasks).
 
-    Gradients of shared leaves go from the ranks that give them to the one that adds; their sum goes
-    back as ("shared", rank).
+    Entries before read ("params", rank); entries after write ("grads", rank). Gradients of shared
+    leaves go from the ranks that give them to the one that adds. Their sum goes back as ("shared",
+    rank).
     """
     before, after, back = {}, [], []
     givers = [r for r, here in enumerate(ranks) if here.shared == "gives"]
     adds = layout.rank_of[0]
-    # the rank that adds comes last
+    # the adding rank comes last, after the transfers of the sums that it adds
     for r, here in sorted(enumerate(ranks), key=lambda each: each[1].shared == "adds"):
         stages = [s for s, rank in enumerate(layout.rank_of) if rank == r]
         # 1. before the tasks: parameters and sums of zero
@@ -111,7 +112,7 @@ def rank_entries(
             reads += [(SEED, r), ("step", r)]
             writes.append((KEYS, r))
         before[r] = rank_entry("prepare", here, r, reads, writes)
-        # 2. after them: gradients; those of shared leaves go to the rank that adds, and back
+        # 2. after the tasks: gradients; moves of shared leaves' sums to the adding rank, and back
         reads = [*(("sum", s) for s in stages), *acc]
         writes = [("grads", r)]
         if here.shared == "gives":
@@ -144,7 +145,8 @@ def prepare_rank(
     """Return the first values of a rank's tasks: parameters in the compute dtype, zero sums.
 
     values: those of `program.reads`. The rank's parameters are {"embed_head": None for unused
-    leaves, "layers": [V, 1, K, ...]}, sharded by `specs`. Layers are gathered unless tasks do so.
+    leaves, "layers": [V, 1, K, ...]}, sharded by `specs`. Layers are gathered, unless tasks gather
+    them.
     """
     # 1. the rank's parameters in the compute dtype
     v = dict(zip(program.reads, values, strict=True))
@@ -192,11 +194,13 @@ def finish_rank(
     axes: tuple[str, ...],
     *values: Any,
 ) -> tuple:
-    """Return a rank's gradients, summed over `axes`, sharded as parameters, not yet divided.
+    """Return a rank's gradients, summed over `axes`, sharded as parameters.
 
-    The rank that adds includes the given sums of shared leaves, and also returns their total. Ranks
-    that give return their sums apart, with None in their gradients. Attached losses, by layer, come
-    last.
+    They are not yet divided by the number of losses.
+
+    On the rank that adds, gradients of shared leaves include the sums of the ranks that give, and
+    are also the second result. On a rank that gives they are None, and its sums are the second
+    result. Attached losses by layer, if any, are the last result.
     """
     # 1. the layers, stacked by chunk
     named = list(zip(program.reads, values, strict=True))

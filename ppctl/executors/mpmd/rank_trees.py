@@ -1,9 +1,9 @@
 """Split a staged tree on the whole mesh into a tree for each rank on its submesh, and join them.
 
-Layers, parts of leaves and counts are the ranks' shards of the staged form, so neither direction
-copies them. Other leaves of embedding and head pass through all ranks, one leaf at a time: with
-several processes only programs of the whole mesh can move them. Ranks of other processes have None
-throughout.
+Neither direction copies layers, parts of a divided vocabulary, or leaves such as step counts: the
+shards of the staged form are on their rank's devices. Undivided leaves of embedding and head are
+sent to all ranks, one leaf at a time: with several processes only programs of the whole mesh can
+move them. Leaves of ranks on other processes are None.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ Tree = Any
 
 
 class Division:
-    """The division of staged trees by rank; holders: ranks that hold each leaf of `embed_head`."""
+    """The division of staged trees by rank. holders: ranks that hold each leaf of embed_head."""
 
     def __init__(self, layout: Layout, embed_head: Tree, holders: Sequence[tuple[int, ...]]):
         mesh, kinds = layout.mesh, (AxisType.Auto,) * len(RANK_AXES)
@@ -72,7 +72,7 @@ class Division:
     def described(self, tree: Tree, rank: int, above: tuple = ()) -> tuple[Tree, Tree]:
         """Return (shapes, specs) of a rank's part of a staged tree, None for leaves not held.
 
-        above: the path of the tree.
+        above: path from the root of the staged tree to `tree`.
         """
         flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
         shapes, specs = [], []
@@ -85,7 +85,7 @@ class Division:
         return jax.tree.unflatten(treedef, shapes), jax.tree.unflatten(treedef, specs)
 
     def split(self, tree: Tree) -> tuple[Tree, ...]:
-        """Return the tree of each rank, None for leaves not held; layers share memory."""
+        """Return the tree of each rank, None for leaves not held; layers are not copied."""
         flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
         by_leaf = [self._split(path, a) for path, a in flat]
         return tuple(jax.tree.unflatten(treedef, leaves) for leaves in zip(*by_leaf, strict=True))
@@ -104,7 +104,7 @@ class Division:
         return found
 
     def join(self, trees: Sequence[Tree], shapes: Tree) -> Tree:
-        """Return the staged tree of these shapes from the ranks' trees; layers share memory."""
+        """Return the staged tree of these shapes from the ranks' trees; layers are not copied."""
         pairs, is_leaf = zip(trees, self.submeshes, strict=True), lambda a: a is None
         leaves = [jax.tree.leaves(tree, is_leaf) for tree, submesh in pairs if is_mine(submesh)]
 
@@ -118,7 +118,7 @@ class Division:
             kind, holders = self._place(path, a.shape)
             if kind != "embed_head":
                 return from_shards(a.shape, a.sharding, there)
-            # 2. spread from a rank that holds the leaf
+            # 2. an undivided leaf of embedding or head, spread from a rank that holds it
             spec = self.spec(path, a.shape)
             part = NamedSharding(self.mesh, spec).shard_shape(a.shape)
             there = local_zeros(self.mesh, part, a.dtype) | there

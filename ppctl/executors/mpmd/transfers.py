@@ -37,12 +37,12 @@ def from_shards(
 
 
 def each_its_own(mesh: Mesh, parts: Mapping[Device, jax.Array]) -> jax.Array:
-    """Return an argument of a program on `mesh` made of each device's part, all of one shape."""
+    """Return an array, declared replicated, whose copy on each device is the device's part."""
     return from_shards(next(iter(parts.values())).shape, NamedSharding(mesh, P()), parts)
 
 
 def local_zeros(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> dict[Device, jax.Array]:
-    """Return zeros on each device of this process, as its parts of arrays."""
+    """Return zeros on each device of a mesh in this process, as parts of an array."""
     mine = (device for device in mesh.devices.flat if device.process_index == jax.process_index())
     return {device: jax.device_put(np.zeros(shape, dtype), device) for device in mine}
 
@@ -67,7 +67,7 @@ def pair_mesh(sender: Mesh, receiver: Mesh) -> Mesh:
 
 
 def copy_across(sender: Mesh, receiver: Mesh, there: Tree, value: Tree) -> tuple[Tree]:
-    """Copy a value to a receiver on the same processes; there: shardings at the receiver."""
+    """Return a copy of a value on a receiver in the same processes; there: the copy's shardings."""
     counterpart = dict(zip(sender.devices.flat, receiver.devices.flat, strict=True))
 
     def one(a: jax.Array, sharding: NamedSharding) -> jax.Array:
@@ -88,7 +88,7 @@ def parts_of(shapes: Tree) -> tuple[Part, ...]:
 def lower_crossing(
     submesh: AbstractMesh, parts: tuple[Part, ...], platform: str
 ) -> jax.stages.Lowered:
-    """Return the program (turn, *parts) -> (next turn, *parts) from senders to receivers."""
+    """Return the lowered program (turn, *parts) -> (next turn, *parts), sender to receiver."""
     types = (AxisType.Auto,) * (1 + len(submesh.axis_names))
     pair = AbstractMesh((2, *submesh.axis_sizes), (PAIR, *submesh.axis_names), axis_types=types)
 
@@ -106,9 +106,10 @@ def crossing(
 ) -> Callable[..., tuple]:
     """Return the call (sender's turn, receiver's turn, value) -> (next turns, received value).
 
-    there: shardings at the receiver. Turns and values are None where this process has no devices.
+    there: shardings at the receiver. The turn and value of a side are None if this process has none
+    of its devices.
     """
-    # 1. shapes and shardings; receivers give zeros, shared by parts of one shape
+    # 1. shapes and shardings; receivers pass zeros in place of parts, one for each shape
     pair, sends, receives = pair_mesh(sender, receiver), is_mine(sender), is_mine(receiver)
     parts = parts_of(shapes)
     blank = {part: local_zeros(receiver, *part) if receives else {} for part in set(parts)}
@@ -144,7 +145,7 @@ def from_holder(
     spec: P,
     sharding: NamedSharding,
 ) -> jax.Array:
-    """Return an array of this sharding from the shards (by `spec`) at index `holder` of `axis`."""
+    """Return an array of this sharding from the parts (shards by `spec`) at index `holder`."""
     return _spread(mesh, axis, holder, spec, sharding)(each_its_own(mesh, parts))
 
 

@@ -20,16 +20,16 @@ from ppctl.schedule.ir import Kind
 from ppctl.schedule.tick_lowering import Ticks
 
 Tree = Any
-MOST_PADDED = 4  # arrays stacked by `padded_sum`; XLA fuses concatenations of more
+MOST_PADDED = 4  # most arrays to stack by `padded_sum`; XLA fuses concatenations of more
 
-# names in the compiled program; a profile finds the operations of a tick's tasks by them
+# names of a tick's tasks in the compiled program, by which profiles find their operations
 SCOPES: dict[Kind, str] = {
     "F": "tick_forward",
     "B": "tick_backward",
     "I": "tick_input_grad",
     "W": "tick_weight_grad",
     "E": "tick_embedding",
-    "T": "tick_head",  # S and T
+    "T": "tick_head",  # both S and T
     "G": "tick_embedding_grad",
 }
 
@@ -94,9 +94,9 @@ class Device:
     ) -> tuple[Tree, Tree]:
         """Return value, carry = run(carry) where active, else (otherwise(), carry).
 
-        On GPUs this is a loop of at most one turn: XLA updates a loop's carry in place, but copies
-        much of a branch's carry (sums and slots) in every tick. On CPUs branches copy nothing, and
-        loops are slower.
+        On GPUs this is a loop of at most one iteration: XLA updates a loop's carry in place, but
+        copies much of a branch's carry (sums and slots) in every tick. On CPUs branches copy
+        nothing, and loops are slower.
         """
         if not self.model.for_gpu:
             return jax.lax.cond(active, run, lambda carry: (otherwise(), carry), carry)
@@ -104,7 +104,7 @@ class Device:
         return jax.lax.fori_loop(0, active.astype(jnp.int32), turn, (otherwise(), carry))
 
     def on_chunk(self, chunk: jax.Array, run: Callable[[int], Any]) -> Any:
-        """Return run(v) for the chunk that a tick names."""
+        """Return run(v), where v is the value of the traced `chunk`."""
         if self.num_chunks == 1:
             return run(0)
         return jax.lax.switch(chunk, [partial(run, v) for v in range(self.num_chunks)])
@@ -116,7 +116,7 @@ class Device:
         value: Tree,
         sums: Tree,
     ) -> tuple[Tree, Tree]:
-        """Return run(v, sums) for the chunk of a tick; value: zeros like its first result."""
+        """Return run(v, sums) for the value v of `chunk`; value: zeros like its first result."""
         if not self.model.for_gpu or self.num_chunks == 1:
             return self.on_chunk(chunk, lambda v: run(v, sums))
         for v in range(self.num_chunks):
@@ -130,7 +130,7 @@ class Device:
     # slots and sums
 
     def slots(self) -> dict[str, Tree]:
-        """Return all slots, zeroed; stash and pending are None if the ticks have no slots."""
+        """Return all slots, zeroed; stash or pending is None if the ticks have no slots for it."""
         shapes = {"stash": self.stage.stash_shapes, "pending": self.stage.pending_shapes}
         found: dict[str, Tree] = {}
         for name, number in self.ticks.num_slots.items():
@@ -159,11 +159,11 @@ class Device:
     def results(
         self, ends: Tree, layers: Tree, reduced: Callable[[Tree, Tree], Tree]
     ) -> tuple[dict[str, jax.Array], jax.Array, Tree]:
-        """Return (sums of losses by name, number, sums of gradients laid out as the parameters).
+        """Return (sums of losses by name, their number, sums of gradients laid out as parameters).
 
         reduced(gradients, specs): returns the sums over all replicas. If it scatters them to
-        shards, layers are stacked only after it: stacked gradients would be in memory twice, and
-        XLA transposes arrays to scatter another dim than the first.
+        shards, layers are stacked only afterwards. Otherwise stacked gradients would be in memory
+        twice, and XLA would transpose them, to scatter another dim than the first.
         """
         # 1. sums over all replicas
         loss, number, embed_head = ends
@@ -230,8 +230,9 @@ def empty_slots(count: int, tree: Tree) -> Tree:
 def padded_sum(arrays: Sequence[jax.Array]) -> jax.Array:
     """Return jnp.stack(arrays), as a sum of arrays padded with zeros.
 
-    XLA for GPUs compiles a concatenation of few large arrays to one kernel with one result. The
-    update of stacked gradients then takes a pass for each moment, and one for the parameters.
+    XLA for GPUs fuses a sum with its reader, here the optimizer's update. A concatenation of few
+    large arrays becomes a kernel with one result, and the update takes a separate pass for the
+    parameters and for each moment.
     """
     last = len(arrays) - 1
     widths = ([(k, last - k), *[(0, 0)] * a.ndim] for k, a in enumerate(arrays))

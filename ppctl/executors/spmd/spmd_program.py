@@ -43,7 +43,7 @@ def spmd(model: Model, layout: Layout, ticks: Ticks) -> Callable[[Tree, Tree], t
     stack, num_ranks = model.stack, ticks.schedule.num_ranks
 
     def ring(value: jax.Array, step: int) -> jax.Array:
-        """Return the value of the rank `step` ranks before this one, round the ring."""
+        """Return the value from the rank `step` places before this one, round the ring."""
         pairs = [(r, (r + step) % num_ranks) for r in range(num_ranks)]
         return jax.lax.ppermute(value, "pp", pairs)
 
@@ -84,18 +84,19 @@ def spmd(model: Model, layout: Layout, ticks: Ticks) -> Callable[[Tree, Tree], t
 def spmd_of_rank(
     model: Model, layout: Layout, ticks: Ticks
 ) -> Callable[..., tuple[Tree, jax.Array, Tree]]:
-    """Return the function (params, batch, *`rank_arrays`) -> results of one rank by itself.
+    """Return the function (params, batch, *`rank_arrays`) -> results of one rank, run by itself.
 
-    params: the rank's parameters in staged form [V, 1, K, ...], whole for any fsdp. Results: sums
-    of losses, their number, sums of gradients. In place of other ranks' values, the rank receives
-    its outputs plus noise.
+    params: the rank's parameters in staged form [V, 1, K, ...], not divided over fsdp. Results:
+    (sums of losses, their number, sums of gradients). In place of other ranks' values, the rank
+    receives its previous outputs plus noise.
     """
 
     def alone(params: Tree, batch: Tree, *rank: jax.Array) -> tuple[Tree, jax.Array, Tree]:
         specs = jax.tree.map(lambda _: P(), params)
         device = Device(model, layout, ticks, params, specs, batch, *rank)
+        # without noise an idle rank would receive zeros
         noise = 0.01 * jax.random.normal(jax.random.key(0), device.x.shape, device.x.dtype)
-        own = lambda value, _: jnp.clip(value + noise, -1, 1)  # noqa: E731  not zero if idle
+        own = lambda value, _: jnp.clip(value + noise, -1, 1)  # noqa: E731
         return device.results(*TickBody(device, own).run(), lambda grads, _: grads)
 
     return alone
@@ -114,9 +115,9 @@ def _of_ranks(layout: Layout, ticks: Ticks) -> tuple[jax.Array, ...]:
 
 
 def spmd_bytes(model: Model, layout: Layout, ticks: Ticks, layers: Tree) -> dict[str, int]:
-    """Return the bytes on one device, by use; layers: all layers in staged form, sharded."""
+    """Return the bytes on one device, by use. layers: staged layers or shapes, with shardings."""
     # 1. parameters and sums of gradients
-    num_layers, parts = int(layout.counts.max()), ("embed_head", "layers")  # layers per chunk
+    num_layers, parts = int(layout.counts.max()), ("embed_head", "layers")  # slots of a chunk
     held = layout.num_chunks * num_layers
     embed_head, layer = (model.held[part] for part in parts)
     trained, trained_layer = (trained_part(model.held[p], model.stack.trains(p)) for p in parts)
@@ -136,7 +137,7 @@ def spmd_bytes(model: Model, layout: Layout, ticks: Ticks, layers: Tree) -> dict
 
 
 def waiting_bytes(model: Model, num_layers: int, *, with_pending: bool) -> tuple[int, int]:
-    """Return (bytes of a stash, bytes of pending values), whole if XLA divides the stage."""
+    """Return (bytes of a stash, bytes of pending values); undivided if XLA divides the stage."""
     stage, w = model.stage, [model.computed_layer] * num_layers
     pending = lambda: tree_bytes(stage.pending_shapes(w)) if with_pending else 0  # noqa: E731
     return model.traced(lambda: (tree_bytes(stage.stash_shapes(w)), pending()))

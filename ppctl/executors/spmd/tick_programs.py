@@ -1,6 +1,6 @@
 """The body of the scan over the ticks of a device.
 
-Forward-backward ticks ("fb") run an F and then a B, for looped schedules of whole backwards: one
+Forward-backward ticks ("fb") run an F and then a B, for looped schedules of unsplit backwards: one
 ring permute each way, and separate slots for activations and gradients. Single-op ticks run one
 task of any kind, for split backwards and V-shaped placements: the output stays on the rank or hops
 to either neighbour. The program has only the kinds and hops of the schedule.
@@ -30,18 +30,18 @@ class TickBody:
     """The body of the scan. Tasks are functions (tick's columns, output, carry) -> (output, carry).
 
     The carry holds slots of arrived values ("act" and "grad" in fb ticks, else "value"), slots
-    `stash` (None with remat=full) and `pending` (from I to W), and the device's sums: `ends` (of
-    losses, and of gradients of embedding and head) and `layers`.
+    `stash` (None with remat=full) and `pending` (from I to W), and the device's sums `ends` (losses
+    and gradients of embedding and head) and `layers` (gradients of layers).
     """
 
     def __init__(self, device: Device, hop: Callable[[jax.Array, int], jax.Array]):
         # 1. the slots of values that arrive
         ticks = device.ticks
         self.device, self.stage, self.is_fb = device, device.stage, ticks.program == "fb"
-        self.hop = hop  # (value, step) -> value of the rank `step` ranks before
+        self.hop = hop  # (value, step) -> value of the rank `step` places before
         self.act, self.grad = ("act", "grad") if self.is_fb else ("value", "value")
         self.has_parts = bool(ticks.schedule.vocab_parts)
-        # 2. the kinds and hops that occur, each with its number in the table
+        # 2. the kinds of tasks that occur, each with its number in the table, and the hops
         columns = {name: column for column, name in enumerate(ticks.columns)}
         lines = [line for tick in ticks.table for line in tick]
         occurring = lambda column: {line[column] for line in lines}  # noqa: E731
@@ -106,7 +106,7 @@ class TickBody:
     # passes of the parts of a divided vocabulary
 
     def _is_at(self, at: dict[str, At], kinds: str, place: str) -> jax.Array:
-        """Return whether a task of these kinds runs for the "first" or the "last" stage."""
+        """Return whether this tick runs a task of these kinds for the "first" or "last" stage."""
         runs = (
             (at[kind]["kind"] == number) & (at[kind][place] > 0)
             for kind, number in self.kinds.items()
@@ -115,7 +115,7 @@ class TickBody:
         return reduce(or_, runs)
 
     def _embed_part(self, at: dict[str, At], carry: Tree) -> Tree:
-        """Return the carry with the input of the first stage's forward in this tick."""
+        """Return the carry after E: it has the input of this tick's forward of the first stage."""
         device, m, slot = self.device, at["F"]["embedded"], at["F"]["act"]
         run = lambda: jax.lax.psum(device.embed(m - 1), "pp")  # noqa: E731
         with jax.named_scope(SCOPES["E"]):
@@ -124,7 +124,7 @@ class TickBody:
             return carry | {self.act: write_arrival(carry[self.act], *arrival)}
 
     def _head_part(self, at: dict[str, At], outs: Tree, carry: Tree) -> tuple[Tree, Tree]:
-        """Return (outputs, carry) after S and T in one pass: separate passes would wait twice."""
+        """Return (outputs, carry) after S and T in one pass: two would wait for all ranks twice."""
         device, y, m = self.device, outs[self.act], at["F"]["head"]
         trains, is_last = device.ticks.has_backward, self._is_at(at, "F", "last")
 
@@ -150,7 +150,7 @@ class TickBody:
     # embedding and head on the first and the last stage
 
     def _input(self, at: At, carry: Tree) -> jax.Array:
-        """Return a stage's input: embedded tokens on an undivided first stage, else the arrival."""
+        """Return a stage's input: embedded tokens if the stage embeds, else the arrived value."""
         slots, embed = carry[self.act], lambda: self.device.embed(at["microbatch"])
         arrived = lambda: read_slot(slots, at["act"])  # noqa: E731
         if self.has_parts:
@@ -169,7 +169,7 @@ class TickBody:
     def _add_embedding(
         self, active: jax.Array, gx: Callable[[], jax.Array], m: jax.Array, ends: Tree
     ) -> Tree:
-        """Return `ends`; if active, with the embedding's gradient of microbatch m added."""
+        """Return `ends`, with microbatch m's gradient of the embedding added if active."""
         run = lambda total: (None, self.device.add_embedding(gx(), m, total))  # noqa: E731
         return (*ends[:2], self.device.run_if(active, run, lambda: None, ends[2])[1])
 
@@ -190,7 +190,7 @@ class TickBody:
             carry["grad"] = write_slot(carry["grad"], at["grad"], gy)
             return y, carry
         gy, carry["ends"] = self._head(at, y, lambda: y, carry["ends"])
-        return gy if trains else y, carry  # the last stage sends its gradient
+        return gy if trains else y, carry  # the last stage's output is gy
 
     def backward(self, at: At, out: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
         def run(v: int, layers: list, stash: Tree, cotangent: Callable) -> tuple:
@@ -222,8 +222,8 @@ class TickBody:
     def _in_backward(
         self, at: At, carry: Tree, name: str, run: Callable[..., tuple]
     ) -> tuple[jax.Array, Tree]:
-        """Return (gx, carry) of a backward, run(chunk, carry[name], ...) -> (gx, value, ends)."""
-        # 1. the stash and the cotangent, with the new `ends`; (): unchanged
+        """Return (gx, carry) after run(v, carry[name], stash, cotangent) -> (gx, value, ends)."""
+        # 1. the stash, and a function that returns (gy, new `ends`, or () if unchanged)
         device, grads = self.device, carry[self.grad]
         arrived = lambda: read_slot(grads, at["grad"])  # noqa: E731
         recomputes = self.stage.keeps_input

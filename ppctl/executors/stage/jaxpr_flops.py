@@ -28,7 +28,9 @@ PALLAS = "pallas_call"
 
 
 def matmul_flops(function: Callable, *args: Any) -> int:
-    """Return the FLOPs of matrix products in function(*args), 2 a multiply-add; args may be shapes.
+    """Return the FLOPs of matrix products in function(*args), two for a multiply-add.
+
+    args may be shapes.
 
     >>> a, b = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((2, 3), (3, 5)))
     >>> matmul_flops(lambda a, b: a @ b, a, b)
@@ -39,7 +41,7 @@ def matmul_flops(function: Callable, *args: Any) -> int:
 
 @dataclass(frozen=True)
 class RelativeCosts:
-    """Costs of the parts of a model in units of its mean layer."""
+    """Costs of a model's parts, in units of the mean cost of its layers."""
 
     layers: tuple[float, ...]
     embed: float
@@ -53,7 +55,8 @@ class RelativeCosts:
     def with_parts(self, costs: Costs) -> Costs:
         """Return costs with the seconds of E, S, T and G for one part of embedding and head.
 
-        costs: numbers for 1/p of the model. S runs one of the head's three products, T runs two.
+        costs: numbers for 1/p of the model on p ranks, not tuples by stage. S runs one of the
+        head's three matrix products, T runs two.
         """
         assert not isinstance(costs.forward_s, tuple), "costs of 1/p of the model"
         layers_s = costs.forward_s + costs.backward_s
@@ -71,7 +74,7 @@ class RelativeCosts:
 
 
 def relative_costs(stack: Stack, batch: Tree, dtype: Any, *, recompute: bool) -> RelativeCosts:
-    """Return the relative costs by FLOPs of matrix products, forward and backward, uncompiled.
+    """Return relative costs: FLOPs of matrix products in forward and backward, from jaxprs.
 
     dtype: compute dtype, which selects kernels. recompute: count the forward of a layer twice.
     Embedding look-ups cost nothing.
@@ -88,7 +91,7 @@ def relative_costs(stack: Stack, batch: Tree, dtype: Any, *, recompute: bool) ->
         y, pull = jax.vjp(run, trained_part(w, stack.trains(part)), *args)
         return pull(y)
 
-    def embed(embed_head: Tree, inputs: Any) -> Tree:  # inputs need no gradient
+    def embed(embed_head: Tree, inputs: Any) -> Tree:  # without a gradient of inputs
         run = lambda embed_head: stack.embed(embed_head, inputs)  # noqa: E731
         return there_and_back("embed_head", run, embed_head)
 
@@ -104,7 +107,7 @@ def relative_costs(stack: Stack, batch: Tree, dtype: Any, *, recompute: bool) ->
     functions = [stack.layer_of(l) for l in range(stack.num_layers)]
     cost_of = {number: cost(f) for number, f in {id(each): each for each in functions}.items()}
     costs = [cost_of[id(function)] for function in functions]
-    one = sum(costs) / len(costs) or 1.0  # without products all layers cost the same
+    one = sum(costs) / len(costs) or 1.0  # mean FLOPs of a layer; 1 without products
     return RelativeCosts(
         layers=tuple(cost / one for cost in costs) if any(costs) else (1.0,) * len(costs),
         embed=matmul_flops(embed, embed_head, batch["inputs"]) / one,
@@ -119,8 +122,8 @@ def _flops(jaxpr: core.Jaxpr) -> int:
 def equation_flops(equation: core.JaxprEqn) -> int:
     """Return the FLOPs of the matrix products and convolutions in an equation.
 
-    Attention by cuDNN counts all pairs of tokens, like the plain form. A Pallas kernel counts at
-    every point of its grid, even if it skips the block.
+    cuDNN's attention counts all pairs of tokens, like attention in plain JAX. A Pallas kernel
+    counts at every point of its grid, even at points that it skips.
     """
     if equation.primitive.name in PRODUCTS:
         return product_flops(equation)
@@ -140,7 +143,7 @@ def equation_flops(equation: core.JaxprEqn) -> int:
 
 
 def product_flops(equation: core.JaxprEqn) -> int:
-    """Return the FLOPs of one of PRODUCTS; a convolution is one product per kernel position.
+    """Return the FLOPs of an equation in PRODUCTS; a convolution has a product per kernel position.
 
     A ragged product counts each row once, with the matrix of its group.
     """

@@ -30,7 +30,7 @@ Rule = Callable[[core.JaxprEqn, list[Any]], list[Any]]  # equation, operands -> 
 
 
 def interpret(closed: core.ClosedJaxpr, args: Sequence[Any], rule: Rule) -> list[Any]:
-    """Return the outputs of a program; `rule` runs its equations."""
+    """Return the outputs of a program whose equations `rule` runs."""
     jaxpr, env = closed.jaxpr, env_of(closed.jaxpr, closed.consts, args)
     for eqn in jaxpr.eqns:
         outs = rule(eqn, [env_value(env, v) for v in eqn.invars])
@@ -39,7 +39,7 @@ def interpret(closed: core.ClosedJaxpr, args: Sequence[Any], rule: Rule) -> list
 
 
 def retraced(closed: core.ClosedJaxpr, rule: Rule) -> core.ClosedJaxpr:
-    """Return the program that results from `interpret` with this rule."""
+    """Return a trace of `interpret` with this rule, as a new program."""
     shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type)  # noqa: E731
     return jax.make_jaxpr(lambda *args: interpret(closed, args, rule))(*map(shape, closed.in_avals))
 
@@ -82,7 +82,7 @@ def run_jaxpr(closed: core.ClosedJaxpr, args: Sequence[Any], wanted: Mask) -> li
 def add_last_outputs(
     closed: core.ClosedJaxpr, args: Tree, own: Tree, total: Tree
 ) -> tuple[Tree, Tree]:
-    """Return (first outputs shaped like `own`, `total` with all others added by add_outputs)."""
+    """Return (first outputs, as a tree like `own`; `total` with the other outputs added)."""
     (first, own_def), (sums, total_def) = jax.tree.flatten(own), jax.tree.flatten(total)
     found = add_outputs(closed, jax.tree.leaves(args), [*[None] * len(first), *sums])
     others = jax.tree.unflatten(total_def, found[len(first) :])
@@ -92,17 +92,17 @@ def add_last_outputs(
 def add_outputs(
     closed: core.ClosedJaxpr, args: Sequence[Any], totals: Sequence[jax.Array | None]
 ) -> list[Any]:
-    """Return each of `totals` with its output added; for None, return the output.
+    """Return for each output of a program its total plus the output; without a total, the output.
 
-    If possible, the program begins with the total: it scatters into it instead of zeros, or sums
-    from it in a scan or a kernel. This saves making, reading and adding an array of the total's
-    size. A product has the dtype of its total: it is rounded only once, and XLA lets cuBLAS add it.
+    Where possible, the program starts a sum from the total instead of zeros: a scatter-add, a scan
+    or a kernel. This saves making, reading and adding an array of the total's size. A product is
+    computed in its total's dtype: it is rounded only once, and XLA lets cuBLAS add the total.
     """
-    # 1. the values that begin with a total, or take its dtype
+    # 1. the sums to begin with a total, and the products to compute in its dtype
     jaxpr, env = closed.jaxpr, env_of(closed.jaxpr, closed.consts, args)
     find, outvars = Origins(jaxpr), list[Any](jaxpr.outvars)
-    begins: dict[core.Var, jax.Array] = {}  # totals that sums begin with, by sum
-    dtypes: dict[core.Var, Any] = {}  # dtypes of totals, by product and its views
+    begins: dict[core.Var, jax.Array] = {}  # sum -> total that it begins with
+    dtypes: dict[core.Var, Any] = {}  # product or its view -> dtype of the total
     for k, (total, v) in enumerate(zip(totals, jaxpr.outvars, strict=True)):
         if total is None:
             continue
@@ -118,7 +118,7 @@ def add_outputs(
         values, changes = [env_value(env, v) for v in eqn.invars], {}
         for v in eqn.outvars:
             if v in begins and eqn.primitive.name == "scatter-add":
-                # a new call, because the traced equation has the program's dtype
+                # a new call, because the traced equation has the program's dtype, not the total's
                 how = {name: eqn.params[name] for name in ("dimension_numbers", *SCATTER_HINTS)}
                 total, (_, places, updates) = begins[v], values
                 env[v] = jax.lax.scatter_add(total, places, updates.astype(total.dtype), **how)
@@ -129,7 +129,7 @@ def add_outputs(
         if not all(v in env for v in eqn.outvars):
             env |= dict(zip(eqn.outvars, bind_eqn(eqn, values, **changes), strict=True))
 
-    # 3. the other totals
+    # 3. additions of the other totals
     def added(total: jax.Array | None, v: Any) -> Any:
         value = env_value(env, v)
         if total is None or (not is_literal(v) and v in begins):
@@ -140,7 +140,7 @@ def add_outputs(
 
 
 class Origins:
-    """The equations that make a program's values; values with several readers are not followed."""
+    """The equations that make a program's values; paths end at values with several readers."""
 
     def __init__(self, jaxpr: core.Jaxpr):
         self.made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
@@ -148,7 +148,7 @@ class Origins:
         self.uses = Counter(v for v in read if not is_literal(v))
 
     def path(self, v: Any, passes: Callable[[core.JaxprEqn], bool]) -> list[Any]:
-        """Return [v, operand of v's equation, operand of its equation, ...] while they pass."""
+        """Return [v, operand of v's equation, operand of its equation, ...] while these pass."""
         path = [v]
         while self.is_own(v) and passes(self.made_by[v]):
             v = next(a for a in self.made_by[v].invars if not is_literal(a))
@@ -156,7 +156,7 @@ class Origins:
         return path
 
     def is_own(self, v: Any) -> bool:
-        """Return whether an equation makes v for only one reader."""
+        """Return whether v is the result of an equation and has only one reader."""
         return not is_literal(v) and v in self.made_by and self.uses[v] == 1
 
     def is_product(self, v: Any) -> bool:
@@ -192,7 +192,7 @@ class Origins:
 
 
 def _changes_no_value(eqn: core.JaxprEqn) -> bool:
-    """Return whether an equation returns its operand, at most rounded."""
+    """Return whether an equation returns its operand, unchanged or cast."""
     operands: Any = eqn.invars
     if eqn.primitive.name == "mul":
         return any(is_literal(v) and v.val == 1 for v in operands)
@@ -200,7 +200,7 @@ def _changes_no_value(eqn: core.JaxprEqn) -> bool:
 
 
 def _can_hold(dtype: Any, other: Any) -> bool:
-    """Return whether a floating dtype is no narrower than another."""
+    """Return whether `dtype` holds all values of `other`, a floating dtype."""
     return jnp.issubdtype(other, jnp.floating) and jnp.promote_types(dtype, other) == dtype
 
 
@@ -214,7 +214,7 @@ def bind_eqn(eqn: core.JaxprEqn, values: Sequence[Any], **changes: Any) -> list[
 def demand(
     jaxpr: core.Jaxpr, outs: Mask, always: frozenset[int] = frozenset()
 ) -> tuple[dict[int, Mask], Mask]:
-    """Return (results by equation, inputs) that `outs` and the equations `always` need."""
+    """Return masks (results by equation, inputs): needed for `outs` or the equations `always`."""
     need, masks = select_variables(jaxpr.outvars, outs), {}
     for i, eqn in reversed([*enumerate(jaxpr.eqns)]):
         whole = has_effects(eqn) or i in always
@@ -224,7 +224,7 @@ def demand(
         reads = [True] * len(eqn.invars)
         if is_scan(eqn):
             body, (first, num_carry) = eqn.params["jaxpr"].jaxpr, extents(eqn)
-            while True:  # until the mask has all carries that an iteration needs
+            while True:  # until the mask includes all carries that an iteration reads
                 _, reads = demand(body, mask)
                 needed = reads[first : first + num_carry]
                 carried = [a or b for a, b in zip(mask, needed, strict=False)]
@@ -293,12 +293,12 @@ def extents(eqn: core.JaxprEqn) -> tuple[int, int]:
 
 
 def carry_place(eqn: core.JaxprEqn, v: core.Var) -> int:
-    """Return the index of the scan input that starts the carry returned as v."""
+    """Return the index of a scan's input that is the initial value of the carry v, a result."""
     return extents(eqn)[0] + eqn.outvars.index(v)
 
 
 def _changes_nothing(eqn: core.JaxprEqn) -> bool:
-    """Return whether an equation rounds a value of at least 32 bits to its present precision."""
+    """Return whether an equation rounds a value of 32 bits or more to the precision it has."""
     if eqn.primitive.name != "reduce_precision":
         return False
     rounded: Any = eqn.invars[0]

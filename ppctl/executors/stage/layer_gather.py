@@ -1,9 +1,9 @@
 """Sharded layers, each gathered one layer ahead of its use, so that the gather overlaps compute.
 
-At most two layers are whole at the same time. For unrolled layers a barrier delays each gather
-until the previous gather has arrived and the layer before that one is done. Otherwise compilers
-merge gathers of several layers, and those of forward and backward. For scanned layers the loop
-carries the next layer, and the barrier keeps compilers from gathering the one after it.
+At most two layers are whole at the same time. For unrolled layers a barrier delays the gather of
+layer k + 1 until layer k has arrived and layer k - 1 is done. Otherwise compilers merge gathers of
+several layers, or gathers of forward and backward. For scanned layers the loop carries the next
+layer, and the barrier keeps compilers from gathering the layer after it.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,8 @@ def fold_gathered(
     """Return (last carry, per-layer results, last layer) of the body over gathered layers.
 
     carry, y = body(carry, (number, gathered layer, *others)). w: the shards of layers, a list or
-    stacked; others and results have the same form. first: the first layer, if already gathered.
+    stacked; others and results have the same form. first: the first layer to run, if already
+    gathered. The last layer is returned gathered: it is the `first` of a fold in reverse.
     """
     if not isinstance(w, list):
         return _scanned(body, carry, w, others, gather, reverse, first)
@@ -38,7 +39,7 @@ def fold_gathered(
     results: list[Any] = [None] * len(w)
     whole = gather(w[order[0]]) if first is None else first
     for k, following, before in zip(order, [*order[1:], None], [None, *order[:-1]], strict=True):
-        # 2. gather the next one, once this one has arrived and the layer before is done
+        # 2. gather the next layer, once this layer has arrived and the layer before is done
         ahead = whole
         if following is not None:
             done = carry if carry is not None or before is None else results[before]
@@ -48,7 +49,7 @@ def fold_gathered(
                 carry = done
             elif before is not None:
                 results[before] = done
-        # 3. run this one
+        # 3. run this layer
         carry, results[k] = body(carry, (k, whole, *(other[k] for other in others)))
         whole = ahead
     return carry, results, whole
@@ -63,7 +64,7 @@ def _scanned(
     reverse: bool,
     first: Tree,
 ) -> tuple[Tree, Any, Tree]:
-    """Return `fold_gathered` of stacked layers. The last turn gathers its layer once more."""
+    """Return `fold_gathered` of stacked layers. The last iteration gathers its layer again."""
     num_layers = jax.tree.leaves(w)[0].shape[0]
     take = lambda a, k: jax.lax.dynamic_index_in_dim(a, k, keepdims=False)  # noqa: E731
     shards_of = lambda k: jax.tree.map(lambda a: take(a, k), w)  # noqa: E731

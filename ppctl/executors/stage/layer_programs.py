@@ -25,7 +25,7 @@ from ppctl.schedule.remat import Remat
 Tree = Any
 Shape = jax.ShapeDtypeStruct
 Layer = Callable[[Tree, jax.Array], jax.Array]
-Backward = Literal["redo", "pull", "weight_grad"]  # from the input, residuals, pending values
+Backward = Literal["redo", "pull", "weight_grad"]  # from input, residuals, pending values
 
 _policies = jax.checkpoint_policies
 KEEP_PRODUCTS = _policies.save_from_both_policies(
@@ -53,24 +53,24 @@ class LayerPrograms:
     """The programs of a layer as functions of arrays only. `w` and `x` give shapes and dtypes.
 
     `jax.vjp` returns a pytree whose leaves are parameters, constants and residuals. Only residuals
-    wait in slots: the backward takes parameters again, and it or the compiler recomputes constants.
+    are saved: the backward gets parameters as an argument, and computes constants again.
     trainable: as in `StackOptions`, for one layer; gradients of frozen parameters are None.
     """
 
     def __init__(self, function: Layer, remat: Remat, w: Tree, x: Shape, trainable: Tree = True):
         self.run, self.remat, self._shapes, self.trainable = function, remat, (w, x), trainable
-        self._flat: dict[Backward, Any] = {}  # flat program and shapes of its results, by backward
+        self._flat: dict[Backward, Any] = {}  # (flat program, shapes of results) by backward
 
     @cached_property
     def _forward(self) -> tuple[core.ClosedJaxpr, Any, list[tuple[int | None, bool]]]:
-        """(program w, x -> y, leaves of the vjp; treedef of the leaves; a pair for each leaf).
+        """(program (w, x) -> (y, leaves of the vjp), the vjp's treedef, a pair for each leaf).
 
         A pair is (index of the leaf's parameter or None, whether the leaf is constant).
         """
         found = {}
         keep = self.run
         if not self.remat.recomputes:
-            # no CSE barrier: forward and backward are in different programs or ticks anyway
+            # no barrier against CSE: forward and backward are in different programs or ticks
             keep = jax.checkpoint(self.run, policy=KEEP_PRODUCTS, prevent_cse=False)
 
         def trace(w: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
@@ -118,13 +118,13 @@ class LayerPrograms:
 
     @cached_property
     def split(self) -> Split:
-        """The two halves of the backward. ConfigError if it cannot be split."""
+        """The two halves of the backward. Raises ConfigError if it cannot be split."""
         w, x = self._shapes
         return split(self.pull, w, self.saved, x)
 
     @property
     def pending(self) -> list[Shape]:
-        """Shapes of the values that `input_grad` hands to `weight_grad`."""
+        """Shapes of the values that go from `input_grad` to `weight_grad`."""
         return self.split.pending
 
     def input_grad(self, w: Tree, saved: Tree, gy: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
@@ -143,9 +143,10 @@ class LayerPrograms:
 
 
 class LayerSwitch:
-    """`LayerPrograms` of a traced layer `number` out of `among`, with a branch for each function.
+    """The methods of `LayerPrograms` for a traced layer `number`, with a branch for each function.
 
-    Saved and pending arrays are packed, since a device's slots have the largest layer's size.
+    among: the layers that `number` may be. Saved and pending arrays are packed (`FlatPacking`),
+    because a device's slots have the largest layer's size.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ class LayerSwitch:
         return jax.lax.switch(jnp.asarray(place)[self.number], branches, *args)
 
     def _packed(self, layer: LayerPrograms, method: str, w: Tree, *args: Any) -> Any:
-        """Return a method's result for a layer, with packed arrays in arguments and result."""
+        """Return the result of a layer's method, with packed saved or pending arrays."""
         # 1. unpack the arguments
         if method in ("pull", "input_grad"):
             args = self.packing("saved").unpack(args[0], layer.saved), *args[1:]
@@ -202,7 +203,7 @@ def grads_of(layer: LayerPrograms | LayerSwitch, how: Backward) -> Callable[...,
 
 
 class FlatPacking:
-    """Packs any of several lists of arrays into flat arrays, one per dtype, sized for all lists."""
+    """Packs one of several lists of arrays into flat arrays, one per dtype, that fit any list."""
 
     def __init__(self, lists: Sequence[Sequence[Shape]]):
         sizes: dict[str, int] = {}
@@ -224,7 +225,7 @@ class FlatPacking:
 
 
 def pack_flat(arrays: Sequence[jax.Array], to: Shape) -> jax.Array:
-    """Return arrays concatenated along the last axis of `to`, then zeros; other axes are shared."""
+    """Return arrays reshaped to [*to.shape[:-1], -1] and concatenated, then zeros up to `to`."""
     *shared, size = to.shape
     parts = [jnp.asarray(a, to.dtype).reshape(*shared, -1) for a in arrays]
     rest = size - sum(part.shape[-1] for part in parts)
@@ -250,7 +251,7 @@ def add_embedding_grad(
     total: Tree,
     trainable: Tree = True,
 ) -> Tree:
-    """Return `total` with the gradient of x = embed(...) added, row by row: see `add_outputs`."""
+    """Return `total` plus the gradient of embed_head; gx is the gradient of embed's result."""
     if not jax.tree.leaves(total):
         return total
 
@@ -269,15 +270,15 @@ def add_head_grads(
     total: Tree,
     trainable: Tree = True,
 ) -> tuple[jax.Array, Tree, jax.Array, jax.Array]:
-    """Return (gradient of y, `total` with that of `embed_head` added, sum of losses, their number).
+    """Return (gradient of y, `total` with embed_head's gradient, sum of losses, their number).
 
-    The gradient of the head's matrix goes into the sum product by product: see `add_outputs`.
+    Gradients are added by `add_outputs`, where possible without an array of `total`'s size.
     """
 
     def grads(embed_head: Tree, y: jax.Array, targets: jax.Array) -> tuple[Any, Tree]:
         run = lambda trained, y: head(with_trained(trained, embed_head), y, targets)  # noqa: E731
         loss, pull, number = jax.vjp(run, trained_part(embed_head, trainable), y, has_aux=True)
-        one = np.ones((), jnp.result_type(loss))  # NumPy, so a constant; loss may be a number
+        one = np.ones((), jnp.result_type(loss))  # NumPy makes a constant; loss may be a number
         embed_head_grad, y_grad = pull(one)
         return (y_grad, loss, number), embed_head_grad
 
@@ -286,6 +287,6 @@ def add_head_grads(
 
 
 def _added_last(function: Callable[..., tuple[Tree, Tree]], args: tuple, total: Tree) -> tuple:
-    """Return (first result, `total` with the second added) of function(*args)."""
+    """Return (first result of function(*args), `total` with the second result added)."""
     closed, (own, _) = jax.make_jaxpr(function, return_shape=True)(*args)
     return add_last_outputs(flatten(closed), args, own, total)

@@ -5,12 +5,12 @@ A stage's parameters `w` are a list of layers (unrolled in the program) or one s
 layers that differ run different programs.
 
 remat  | the stash of a microbatch                                  | the backward recomputes
-none   | all but attention scores and element-wise results          | these
+none   | all but attention scores and element-wise results          | these scores and results
 layer  | the input of each layer                                    | one layer at a time
 full   | the stage's input                                          | the stage
 
-The backward runs whole (`backward`) or split: `input_grad` recomputes the same and frees the stash;
-later `weight_grad` uses the `pending` values and recomputes nothing.
+The backward runs whole (`backward`) or split. `input_grad` recomputes as much as `backward`, and
+the stash is then free. Later `weight_grad` uses the `pending` values and recomputes nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,11 +62,11 @@ class LayerSlots:
 
     count: jax.Array | None = None  # number of layers; later slots are padding; None: no padding
     numbers: range | jax.Array | None = None  # layer number of each slot; None: layers are alike
-    among: tuple[tuple[int, ...], ...] = ()  # layers each slot may hold, for traced numbers
-    is_one_of: bool = False  # whether chunks share slots, so all saved arrays are packed
+    among: tuple[tuple[int, ...], ...] = ()  # layers that each slot may hold, if numbers are traced
+    is_one_of: bool = False  # whether several chunks use the same stash slots: all are packed
 
     def at(self, k: Any) -> tuple[Any, tuple[int, ...]]:
-        """Return (the layer in slot k, the layers that it may be when traced)."""
+        """Return (the layer in slot k, the layers that it may be if it is traced)."""
         assert self.numbers is not None, "layers differ"
         if isinstance(k, int):
             return self.numbers[k], self.may_be(k)
@@ -81,19 +81,21 @@ class LayerSlots:
 def where_layer(
     slots: LayerSlots | None, k: Any, run: Callable, otherwise: Callable, *args: Any
 ) -> Any:
-    """Return run(*args) for slots that hold layers, else otherwise(*args)."""
+    """Return run(*args) if slot k holds a layer, else otherwise(*args)."""
     if slots is None or slots.count is None:
         return run(*args)
     return jax.lax.cond(k < slots.count, run, otherwise, *args)
 
 
 class Stage:
-    """The forward and backward of a stage as functions of arrays; w0 and x give shapes and dtypes.
+    """The forward and backward of a stage as functions of arrays.
+
+    w0, x: shapes and dtypes of a layer's parameters and its input.
 
     layers: one function for all layers, or a function for each layer of the model in order; then
     every method needs `slots` (None: equal layers without padding). gather: makes a layer from its
-    shards, which `w` then holds; gradients stay whole. trainable: flags; frozen parameters have
-    gradient None.
+    shards, which `w` then holds; gradients are of whole layers. trainable: flags of parameters; the
+    gradients of frozen ones are None.
 
     in_order: recompute a layer (remat=layer) only after the backward of the next layer. Otherwise
     XLA for GPUs runs all forwards first and holds the residuals of all layers at a time.
@@ -138,7 +140,10 @@ class Stage:
         reverse: bool = False,
         first: Tree = None,
     ) -> tuple[Tree, Any, Tree]:
-        """Return `fold` over (layer number, parameters, *others), and the last gathered layer."""
+        """Return (last carry, per-layer results, last layer gathered or None) of the body.
+
+        carry, y = body(carry, (layer number, parameters, *others)). first: see `fold_gathered`.
+        """
         if self.gather is None:
             return *fold(body, carry, numbered(w, *others), reverse=reverse), None
         return fold_gathered(body, carry, w, others, self.gather, reverse=reverse, first=first)
@@ -149,7 +154,7 @@ class Stage:
         return self.remat.keeps_input_only
 
     def stash_shapes(self, w: Any, slots: LayerSlots | None = None) -> Tree:
-        """Return the shapes of a microbatch's stash; w may be shapes. slots=None: any layers."""
+        """Return the shapes of a microbatch's stash; slots=None: large enough for any layers."""
         if not self.remat.recomputes:
             return self._of_layers(w, slots, "saved")
         return self._of_layers(w, slots, "x") if self.remat.keeps_layer_inputs else self.x
@@ -159,7 +164,7 @@ class Stage:
         return self._of_layers(w, slots, "pending")
 
     def _of_layers(self, w: Any, slots: LayerSlots | None, what: str) -> Any:
-        """Return the shapes `what` of each layer, a list or stacked like the results of `fold`."""
+        """Return each layer's shapes of `what` ("saved", "pending" or "x"), a list or stacked."""
         if isinstance(w, list):
             return [self._of_layer(slots, k, what) for k in range(len(w))]
         count = len(jax.tree.leaves(w)[0])
@@ -167,7 +172,7 @@ class Stage:
         return jax.tree.map(stacked, self._of_layer(slots, None, what))
 
     def _of_layer(self, slots: LayerSlots | None, k: int | None, what: str) -> Any:
-        """Return the shapes `what` of the layer in slot k, or of any layer."""
+        """Return the shapes of `what` for the layer in slot k; k=None: for any layer."""
         if what == "x":
             return self.x
         if self.are_alike:
@@ -224,8 +229,8 @@ class Stage:
     ) -> tuple[jax.Array, Any, Any]:
         """Return (gradient of the input, pending, aux); cotangent: as in `backward`.
 
-        kept: slots of pending values; the second result is then keep(kept, pending), by layer if w
-        is a list.
+        kept: slots of pending values; the second result is then keep(kept, pending), applied to
+        each layer if w is a list.
         """
         # 1. the cotangent, from a recomputed output with remat=full
         y, read, last = None, stash, None
@@ -316,7 +321,7 @@ class Stage:
         args: tuple,
         total: Tree = None,
     ) -> tuple[Any, Tree]:
-        """Return (gx, dw) of slot k, or (gx, total with dw added)."""
+        """Return (gx, dw) of the layer in slot k, or with `total` (gx, total with dw added)."""
         layer = self.layer(slots, k)
         can_pad = slots is not None and slots.count is not None
         if total is not None and isinstance(layer, LayerPrograms) and not can_pad:
@@ -325,9 +330,9 @@ class Stage:
         return gx, dw if total is None else add_trees(total, dw)
 
     def _in_turn(self, w: Any, held: Any) -> tuple[Any, ...]:
-        """Return (held,) if layers are unrolled, so that each updates its entry, else ()."""
+        """Return (held,) for unrolled layers, as each updates its entry of the list, else ()."""
         return (held,) if held is not None and isinstance(w, list) else ()
 
     def _all_added(self, w: Any, sums: Any, dw: Any) -> Any:
-        """Return the gradients of all layers, with `sums` added unless layers did so."""
+        """Return dw with `sums` added, unless each layer has already added its entry."""
         return dw if sums is None or self._in_turn(w, sums) else add_trees(sums, dw)

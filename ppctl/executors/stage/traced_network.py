@@ -79,7 +79,8 @@ class TracedNetwork:
         params = jax.tree.unflatten(self.treedef, leaves)
         examples = self._examples(NUM_EXAMPLES[0])
         apply = partial(network.apply, key=None) if self.has_key else network.apply
-        self.losses = attached_in(apply, params, examples)  # names: leaves after the parameters
+        # names of losses; their places are the leaves after the parameters, in this order
+        self.losses = attached_in(apply, params, examples)
         self.traces: dict[tuple[int, bool], Trace] = {}
         trace = self.trace = self.at(NUM_EXAMPLES[0])
         self.num_layers = len(trace.marks) + 1 if num_layers is None else num_layers
@@ -131,13 +132,13 @@ class TracedNetwork:
         return len(self.shapes) + len(self.losses)
 
     def _attached(self, start: int, stop: int, with_key: bool = False) -> dict[int, str]:
-        """Return the losses attached by operations from `start` to before `stop`, by their leaf."""
+        """Return by leaf the losses that operations from `start` up to `stop` (excluded) attach."""
         users, trace = range(start, stop), self.at(NUM_EXAMPLES[0], with_key)
         named = enumerate(self.losses, len(self.shapes))
         return {i: name for i, name in named if any(op in users for op in trace.users(i))}
 
     def _bounds_with_key(self) -> tuple[int, ...]:
-        """Return the bounds in the trace with keys. ConfigError if its layers are not the same."""
+        """Return the bounds in the trace with keys. Raises ConfigError if its layers differ."""
         if self.auto:
             raise ConfigError(
                 f"{setting('model.layers', 'auto', 'layers=NUMBER')} cuts a network by its "
@@ -164,7 +165,7 @@ class TracedNetwork:
         """Return for each leaf the layer that uses it in the trace; None: embedding or head."""
         places: list[int | None] = []
         for i, name in enumerate(self.names):
-            # an unused parameter lies in layer 0
+            # an unused parameter is stored in layer 0
             users = {self._layer(user, bounds) for user in trace.users(i)} or {0}
             if len(users) > 1:
                 name_of = lambda l: "embedding/head" if l is None else f"layer {l}"  # noqa: E731
@@ -181,7 +182,7 @@ class TracedNetwork:
         return l if 0 <= l < self.num_layers else None
 
     def _checked(self, place: int) -> int:
-        """Return the numbers per example that cross a boundary. ConfigError if values cannot."""
+        """Return how many scalars of an example cross a boundary. ConfigError if one cannot."""
         few, many = (self.at(num_examples).crossing(place) for num_examples in NUM_EXAMPLES)
         l = self.bounds.index(place)
         if integers := integers_crossing(self.trace, place):
@@ -218,7 +219,7 @@ class TracedNetwork:
 
     @cached_property
     def x(self) -> tuple[int, Any]:
-        """(width, dtype) of x: those of the widest boundary and the most precise dtype."""
+        """(width, dtype) of x: the widest boundary's width, and the boundaries' widest dtype."""
         values = (a for place in self.bounds for a in self.trace.crossing(place))
         dtypes = [a.dtype for a in values if is_floating(a)]
         return max(1, *self.widths), jnp.result_type(self.compute, *dtypes)
@@ -232,7 +233,7 @@ class TracedNetwork:
 
     @cached_property
     def groups(self) -> dict[str, list[list[int]]]:
-        """The leaves of each layer by group: "kernel" or "bias", frozen or not."""
+        """Indices of each layer's leaves by group: "kernel" or "bias", frozen or not."""
         names = [mark + name for mark in ("", FROZEN) for name in ("kernel", "bias")]
         found = {name: [list[int]() for _ in range(self.num_layers)] for name in names}
         for i, place in enumerate(self.places):
@@ -249,7 +250,7 @@ class TracedNetwork:
 
     @cached_property
     def packed_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each group's array of a layer, padded."""
+        """Shape of a layer's array for each group, padded to fit any layer."""
         shapes = {}
         for name, layers in self.groups.items():
             sizes = (sum(math.prod(self.shapes[i]) for i in leaves) for leaves in layers)
@@ -259,17 +260,17 @@ class TracedNetwork:
 
     @cached_property
     def tag(self) -> str:
-        """A name that hashes the parameters' places: checkpoints of another cut never fit."""
+        """A name with a hash of the parameters' places: checkpoints of another cut never fit."""
         lies: list[tuple] = list(zip(self.names, self.shapes, self.places, strict=True))
         lies += [] if all(self.is_trained) else [self.is_trained]
         return f"cut_{hashlib.sha256(repr(lies).encode()).hexdigest()[:8]}"
 
     def initial(self, key: jax.Array) -> Tree:
-        """Return a stack's initial parameters."""
+        """Return initial parameters in the form of the stack."""
         return self.to_parts(self.network.init(key))
 
     def to_parts(self, params: Tree) -> Tree:
-        """Return a stack's parameters, from the network's."""
+        """Return the network's parameters in the form of the stack."""
         leaves = dict(enumerate(a.astype(self.dtype) for a in jax.tree.leaves(params)))
         layers = [self.packed_layer(l, leaves) for l in range(self.num_layers)]
         named = ((self.names[i], {self.group(i): leaves[i]}) for i in self.outer)
@@ -277,11 +278,11 @@ class TracedNetwork:
 
     @property
     def outer(self) -> list[int]:
-        """The leaves of embedding and head."""
+        """Indices of the leaves of embedding and head."""
         return [i for i, place in enumerate(self.places) if place is None]
 
     def packed_layer(self, l: int, leaves: Mapping[int, jax.Array]) -> Tree:
-        """Return layer l of a stack's parameters; None for frozen groups with missing leaves."""
+        """Return layer l in the form of the stack; None for frozen groups with missing leaves."""
         packed = {}
         for name, layers in self.groups.items():
             is_missing = any(i not in leaves for of_layer in layers for i in of_layer)
@@ -294,21 +295,21 @@ class TracedNetwork:
 
     @property
     def trainable(self) -> Tree:
-        """Whether each of a stack's parameters is trained."""
+        """Flags in the form of the stack: whether each parameter is trained."""
         pairs = zip(self.names, self.is_trained, self.places, strict=True)
         embed_head = {name: flag for name, flag, place in pairs if place is None}
         layers = {name: not name.startswith(FROZEN) for name in self.groups}
         return {"embed_head": embed_head, "layers": {self.tag: layers}}
 
     def from_parts(self, parts: Tree) -> Tree:
-        """Return the network's parameters, from a stack's in natural order."""
+        """Return the network's parameters from the form of the stack, in natural order."""
         leaves: dict[int, Any] = self.embed_head_leaves(parts["embed_head"])
         for l in range(self.num_layers):
             leaves |= self.leaves_of(l, jax.tree.map(lambda a, l=l: a[l], parts["layers"]))
         return jax.tree.unflatten(self.treedef, [leaves[i] for i in range(len(leaves))])
 
     def leaves_of(self, l: int, w: Mapping[str, Mapping[str, Any]]) -> dict[int, jax.Array]:
-        """Return the leaves of layer l by number, from a stack's parameters of the layer."""
+        """Return the leaves of layer l by index, from the layer in the form of the stack."""
         layer, found = w[self.tag], dict[int, jax.Array]()
         for name, layers in self.groups.items():
             packed = layer[name]
@@ -319,12 +320,12 @@ class TracedNetwork:
         return found
 
     def vectors_of(self, l: int, w: Mapping[str, Mapping[str, Any]]) -> dict[int, Any]:
-        """Return for each leaf of layer l the entry of its group in `w`, without groups of None."""
+        """Return for each leaf of layer l the entry of its group in `w`, unless that is None."""
         pairs = ((w[self.tag][name], layers[l]) for name, layers in self.groups.items())
         return {i: value for value, leaves in pairs if value is not None for i in leaves}
 
     def embed_head_leaves(self, embed_head: Tree) -> dict[int, jax.Array]:
-        """Return the leaves of embedding and head by number, without leaves that are None."""
+        """Return the leaves of embedding and head by index, without leaves that are None."""
         named = ((name, leaf) for name, group in embed_head.items() for leaf in group.values())
         return {self.names.index(name): leaf for name, leaf in named if leaf is not None}
 

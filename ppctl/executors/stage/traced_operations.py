@@ -31,7 +31,7 @@ from ppctl.schedule.partition.contiguous_parts import clusters
 Tree = Any
 Shape = jax.ShapeDtypeStruct
 JITS = ("jit", "pjit")
-WIDE = 2  # times the widest boundary; wider outputs belong to the head
+WIDE = 2  # maximum width of the head's input, in multiples of the widest boundary
 RESHAPING = ("reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims")
 
 
@@ -51,9 +51,9 @@ class Trace:
         # 2. its equations: marks, operations and others
         self.ops: list[core.JaxprEqn] = []
         self.marks: list[int] = []  # number of operations before each mark
-        self.marked: dict[core.Var, Any] = {}  # argument of each result of a mark
-        self.made_by: dict[core.Var, core.JaxprEqn] = {}  # equations that are not operations
-        self._read: list[set[core.Var]] = []  # leaves, input and results that each operation reads
+        self.marked: dict[core.Var, Any] = {}  # result of a mark -> its argument
+        self.made_by: dict[core.Var, core.JaxprEqn] = {}  # result -> its equation, not an operation
+        self._read: list[set[core.Var]] = []  # leaves, inputs and results that each reads
         reads: dict[core.Var, set[core.Var]] = {v: {v} for v in jaxpr.invars}
         read_by = lambda vs: set().union(*(reads.get(v, set()) for v in vs if not is_literal(v)))  # noqa: E731
         leaves_set = set(self.leaves)
@@ -89,7 +89,7 @@ class Trace:
         return any(v in self._uses for v in eqn.outvars)
 
     def needed(self, start: int, stop: int) -> list[str]:
-        """Return the names of the used operations from `start` to before `stop`."""
+        """Return the names of the used operations from `start` up to `stop` (excluded)."""
         return [_name(eqn) for eqn in self.ops[start:stop] if self._is_used(eqn)]
 
     @cached_property
@@ -99,7 +99,7 @@ class Trace:
 
     @cached_property
     def _uses(self) -> dict[core.Var, list[int]]:
-        """Ascending operations that need each leaf, input or result; `num_ops`: the outputs."""
+        """Operations that need each leaf, input or result, ascending; `num_ops`: the outputs."""
         uses: dict[core.Var, list[int]] = {v: [self.num_ops] for v in self._read_last}
         for i in reversed(range(self.num_ops)):
             if any(v in uses for v in self.ops[i].outvars):
@@ -113,7 +113,7 @@ class Trace:
 
     @cached_property
     def _crossing(self) -> list[list[core.Var]]:
-        """The values made before each place 0..num_ops and needed after it."""
+        """Values made before operation `place` and needed from it on, for each place 0..num_ops."""
         found: list[list[core.Var]] = [[] for _ in range(self.num_ops + 1)]
         results = [(v, i + 1) for i, eqn in enumerate(self.ops) for v in eqn.outvars]
         for v, first in [*((v, 0) for v in self.inputs), *results]:
@@ -133,7 +133,7 @@ class Trace:
     def run(
         self, start: int, stop: int, values: Sequence[Any], leaves: Mapping[int, Any]
     ) -> list[Any]:
-        """Return the values that cross `stop`, from those that cross `start`; leaves: by number."""
+        """Return the values that cross `stop`, from those that cross `start`; leaves: by index."""
         env = self._run(start, stop, values, leaves)
         return [env[v] for v in self._crossing[stop]]
 
@@ -160,7 +160,7 @@ class Trace:
 
     def _value(self, env: dict[Any, Any], v: Any) -> Any:
         """Return the value of v, computed now unless an operation computes it."""
-        if not is_literal(v) and v in self.marked:  # only v: others of its mark may be missing
+        if not is_literal(v) and v in self.marked:  # the mark's other arguments may be unknown
             return self._value(env, self.marked[v])
         if not is_literal(v) and v not in env:
             self._bind(env, self.made_by[v])
@@ -194,13 +194,16 @@ class Contents:
     """The contents of a layer of a network, or of its embedding or head."""
 
     name: str  # "embedding", "0", "1", ..., "head"
-    params: Mapping[str, tuple[int, ...]]  # shapes by the author's names, shared ones included
+    params: Mapping[str, tuple[int, ...]]  # shapes by the user's names, with shared parameters
     operations: Mapping[str, int]  # number of each operation by JAX's names, without reshapes
 
 
 @dataclass(frozen=True)
 class NetworkCuts:
-    """The cuts of a trace: at its marks, or by work (auto). Its first leaves are parameters."""
+    """The cuts of a trace: at its marks, or by work (auto).
+
+    num_parameters: number of the trace's first leaves that are parameters.
+    """
 
     trace: Trace
     num_layers: int
@@ -258,7 +261,7 @@ class NetworkCuts:
         return {place for places in ranges for place in places}
 
     def _head(self, bounds: Sequence[int]) -> int:
-        """Return the first operation of the head; a wide input moves it into the last layer."""
+        """Return the head's first operation, moved into the last layer if its input is too wide."""
         widest = max(_size(self.trace.crossing(place)) for place in bounds[:-1])
         if _size(self.trace.crossing(bounds[-1])) <= WIDE * widest:
             return bounds[-1]
@@ -272,7 +275,7 @@ def is_floating(a: Shape) -> bool:
 
 
 def integers_crossing(trace: Trace, place: int) -> list[Shape]:
-    """Return the crossing values that are neither floating nor boolean."""
+    """Return the shapes of crossing values that are neither floating nor boolean."""
     return [a for a in trace.crossing(place) if not is_floating(a) and a.dtype != jnp.bool_]
 
 

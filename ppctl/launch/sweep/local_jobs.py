@@ -18,10 +18,11 @@ from ppctl.launch.sweep.sweep_jobs import LOG, Change, Job, Sweep, job_command
 class LocalJobs:
     """Starts jobs as processes and reports when they end; `close` kills the remaining ones.
 
-    With one job at a time, it has the terminal; jobs side by side write to a file in their run.dir.
+    If jobs run one at a time, they write to the terminal; if side by side, to a file in their
+    run.dir.
     """
 
-    takes_all = False  # whether it queues jobs itself
+    takes_all = False  # the sweep limits the number of running jobs
     is_awaited = True  # wait after a stop request, which reaches the jobs: they may be saving
     poll_s = 0.1  # seconds between checks for ended jobs
 
@@ -29,7 +30,7 @@ class LocalJobs:
         self.sweep, self.begun = sweep, list[Change]()
         self.running: dict[int, subprocess.Popen[bytes]] = {}
         self.alive, self.held = os.pipe()  # jobs read the end of file when this process is gone
-        self.folder = tempfile.TemporaryDirectory()  # files of errors, and with --json of documents
+        self.folder = tempfile.TemporaryDirectory()  # jobs' errors, and their stdout with --json
 
     def begin(self, job: Job) -> None:
         """Start a job. OSError if its output cannot be written."""

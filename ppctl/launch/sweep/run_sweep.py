@@ -34,7 +34,7 @@ from ppctl.reports.run_page.write_report import FILE as REPORT
 from ppctl.reports.terminal_output import replace_file, show_lines
 
 if TYPE_CHECKING:
-    from ppctl.launch.sweep.submitit_jobs import SubmittedJobs  # an extra
+    from ppctl.launch.sweep.submitit_jobs import SubmittedJobs  # needs the extra slurm
 
 
 def run_sweep(sweep: Sweep, report: Callable[[Path], object] = lambda run_dir: None) -> int:
@@ -94,7 +94,7 @@ def run_jobs(sweep: Sweep, console: Console) -> tuple[list[Result], int | None]:
     """
     with stop_requests() as events:
         if sweep.is_submitted:
-            from ppctl.launch.sweep.submitit_jobs import SubmittedJobs  # an extra
+            from ppctl.launch.sweep.submitit_jobs import SubmittedJobs  # needs the extra slurm
 
             starter = SubmittedJobs(sweep)
         else:
@@ -114,7 +114,7 @@ class _Loop:
     starter: LocalJobs | SubmittedJobs
     waiting: deque[Job]
     results: list[Result]
-    running: dict[int, float] = field(default_factory=dict)  # start of a job, seconds since 1970
+    running: dict[int, float] = field(default_factory=dict)  # start of each job, seconds since 1970
     stop: int | None = None
 
     def run(self, events: Events) -> None:
@@ -208,7 +208,7 @@ class _Loop:
         self.results[job.index] = result
         show_lines(self.console, f"ppctl: job {job.index}: {job.name}: {text}")
         if self.sweep.trains:
-            with suppress(OSError):  # such as a full disk; the last write is not suppressed
+            with suppress(OSError):  # such as a full disk; `write_summary` reports it
                 write_records(self.sweep.directory, self.results)
         if result.code is not None and self.sweep.study is not None:
             self.sweep.study.tell(result)

@@ -38,10 +38,10 @@ from ppctl.reports.terminal_output import replace_file
 POLL_S = 1.0  # seconds between checks for results
 QUEUE_S = 15.0  # seconds between queries of Slurm's accounting, for all jobs together
 MAX_NUM_TIMEOUT = 20  # restarts at a job's time limit: enough for jobs with progress
-JOB_ID = re.compile(r"[0-9]+(_[0-9]+)?")  # a part of the names of submitit's files
-STATES = {"PENDING": "queued", "REQUEUED": "queued", "RUNNING": "running"}  # by submitit's names
+JOB_ID = re.compile(r"[0-9]+(_[0-9]+)?")  # form of Slurm's job ids, which are parts of file names
+STATES = {"PENDING": "queued", "REQUEUED": "queued", "RUNNING": "running"}  # key: submitit's name
 
-SubmititJob = submitit.Job[tuple[int, dict[str, Any] | None]]  # result: NodeCommand's
+SubmititJob = submitit.Job[tuple[int, dict[str, Any] | None]]  # with the result of NodeCommand
 
 
 @dataclass
@@ -88,7 +88,7 @@ class NodeCommand:
 class SubmittedJobs:
     """Submits jobs and reports their states and results."""
 
-    is_awaited = False  # a stop request stops the wait, but no job
+    is_awaited = False  # after a stop request, the sweep ends and the jobs continue
 
     def __init__(self, sweep: Sweep) -> None:
         assert isinstance(sweep.launcher, SubmititSlurm)

@@ -21,9 +21,9 @@ from ppctl.user_files import read_file
 
 FILES = ("sweep.json", "sweep.html")
 LOG = "output.log"  # in a run.dir: the output of a job that shared the machine
-SUBMITTED_LOG = "submitted.log"  # the output of a submitted job
-STUDY, SUBMITIT = "optuna.journal", ".submitit"  # in a sweep's directory
-EARLIER = "finished earlier"  # job that an earlier start of the sweep finished
+SUBMITTED_LOG = "submitted.log"  # in a run.dir: the output of a submitted job
+STUDY, SUBMITIT = "optuna.journal", ".submitit"  # a file and a folder in a sweep's directory
+EARLIER = "finished earlier"  # status of a job that an earlier start of the sweep finished
 DONE = ("finished", EARLIER)
 STATES = ("running", "queued", *DONE, "failed", "interrupted", "not started")
 SUBMITTED = "submitted.json"  # in a run.dir: the submission of its job
@@ -31,10 +31,10 @@ NUMBERS = (  # numbers of a run, in this order; None if not recorded
     "steps",
     "final_loss",
     "eval_loss",
-    "step_time_s",  # median
+    "step_time_s",  # median over steps
     "predicted_step_time_s",
-    "tokens_per_s",  # median
-    "rows_per_s",  # the same, for data without tokens
+    "tokens_per_s",  # median over steps
+    "rows_per_s",  # median over steps, for data without tokens
     *("ideal_bubble_fraction", "predicted_bubble_fraction", "measured_bubble_fraction"),
     *("memory_bytes", "predicted_memory_bytes"),
 )
@@ -49,8 +49,8 @@ class Job:
     name: str  # swept values as typed: KEY=VALUE ...
     run_dir: Path
     words: tuple[str, ...] = ()  # command line, without the program's name and run.dir
-    config: Config | None = None  # None: refused
-    refusal: PpctlError | None = None  # error of its impossible settings
+    config: Config | None = None  # None: the values are refused
+    refusal: PpctlError | None = None  # error that its values raise
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Result:
     status: str = "not started"  # one of STATES
     code: int | None = None  # exit code as in a shell
     seconds: float | None = None  # lifetime of its process
-    error: str | None = None  # one line, for a failed job
+    error: str | None = None  # message in one line, for a failed job
     numbers: Mapping[str, Any] = field(default_factory=lambda: dict.fromkeys(NUMBERS))
 
     @property
@@ -107,9 +107,9 @@ class ChoosesJobs(Protocol):
 class Change(NamedTuple):
     """A new state of a started job."""
 
-    job: int  # its number
+    job: int  # number of the job
     state: str  # running | queued | ended
-    more: str = ""  # rest of the line about it
+    more: str = ""  # rest of the line printed about the job
     code: int | None = None  # exit code of an ended job; -N: killed by signal N
     error: dict[str, Any] | None = None  # document of an ended job's error, if it left one
 
@@ -201,7 +201,7 @@ def check_finished(run_dir: Path, wanted: Config) -> None:
 
 
 def _code_changes(run_dir: Path) -> list[str]:
-    """Return the changes of the user's code since the newest checkpoint of a run."""
+    """Return a text for each module of the user's code changed since a run's newest checkpoint."""
     file = run_dir / "checkpoints" / str(newest_checkpoint(run_dir)) / "meta" / "data.json"
     try:
         parts = from_json(read_file(file))["meta"]["sources"].values()

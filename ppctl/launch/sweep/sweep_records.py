@@ -57,7 +57,7 @@ def _curves(path: Path, since_s: float) -> tuple[dict[str, Curve], dict[str, Any
 def equal_errors(results: Sequence[Result]) -> dict[str, list[Job]]:
     """Return the failed jobs, grouped by error message, in the order of each group's first job.
 
-    Messages that differ only in the job's run.dir are one group, with RUN_DIR in its place.
+    Messages that differ only in the job's run.dir are one group, with RUN_DIR for the directory.
     """
     alike: dict[str, list[Result]] = {}
     for result in results:

@@ -4,7 +4,8 @@ kernel  | method                                               | where
 xla     | all scores of a sequence in memory                   | any backend, short sequences
 chunked | a softmax over blocks of keys, one after the other:  | any backend, long sequences, and
         | memory grows with the tokens, not with their square  | those divided over cp
-cudnn   | cuDNN's flash attention; no packed sequences         | NVIDIA GPUs from 8.0, in 16 bits
+cudnn   | cuDNN's flash attention; no packed sequences         | NVIDIA GPUs, compute capability 8.0
+        |                                                      | or above, 16-bit dtypes
 pallas  | JAX's splash attention                               | TPUs
 
 Shape suffixes: B batch, T tokens, S tokens attended to, N query heads, G kv heads, H width of a
@@ -28,7 +29,8 @@ from ppctl.model.attention.attention_scores import PLAIN, Scoring, plain
 from ppctl.model.attention.context_attention import PairKernel
 from ppctl.model.parallel import WHOLE, StageAxes
 
-LONG = 1024  # least tokens for auto to take `chunked`, in 0.57 of the CPU seconds of `xla`
+# minimum tokens for auto to select `chunked`, which then takes 0.57 of the CPU seconds of `xla`
+LONG = 1024
 LANES = 128  # lanes of a TPU
 PALLAS_BLOCKS = (512, 384, 256, LANES)  # tokens a block; the first that divides T (MaxText: 512)
 
@@ -53,7 +55,7 @@ def choose(
     Args:
         device: An attached or described device: `platform`, and on GPUs `compute_capability`.
         dtype: The dtype of compute.
-        num_tokens: Tokens of a sequence; with cp > 1, of one of a device's two pieces of it.
+        num_tokens: Tokens of a sequence; with cp > 1, tokens of one of a device's two pieces.
         packed: Whether sequences hold several documents.
 
     Raises:
@@ -133,7 +135,7 @@ def compute_capability(device: Any) -> tuple[int, int]:
 def attention(
     wanted: str, device: Any = None, axes: StageAxes = WHOLE, scoring: Scoring = PLAIN
 ) -> Kernel:
-    """Return causal softmax attention. At each call, `choose` selects its kernel by the shapes.
+    """Return causal softmax attention; in each call, `choose` selects the kernel by the shapes.
 
     device: the target device; None: the first attached one. axes: the mesh axes in the stage.
     """
@@ -198,7 +200,7 @@ def pallas(
 
 
 def kernel_of(forward: Callable[..., Any], backward: Callable[..., Any]) -> Kernel:
-    """Return attention that is differentiated by `backward`.
+    """Return attention whose gradients are computed by `backward`.
 
     forward(q, k, v) -> (output, log_sums): log_sums are the logarithms of the softmax's sums.
     backward(q, k, v, output, log_sums, g) -> gradients of q, k and v. With packed sequences both

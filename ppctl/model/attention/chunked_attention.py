@@ -66,13 +66,16 @@ def backward(
     scoring: Scoring = PLAIN,
     documents_BT: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the gradients of q, k and v, given the results of `forward` and the output's, g."""
+    """Return the gradients of q, k and v.
+
+    out, log_sums: results of `forward`. g: gradient of the output.
+    """
     # 1. blocks
     blocks = _Blocks(q_BTNH, k_BSGH, v_BSGH, causal, scoring, documents_BT)
     q, k, v, wide, product = blocks.q, blocks.k, blocks.v, blocks.wide, blocks.product
     log_sums = _query_blocks(log_sums_BNT.swapaxes(1, 2)[..., None], k_BSGH)[..., 0]
     g, out = _query_blocks(g_BTNH, k_BSGH), _query_blocks(out_BTNH, k_BSGH)
-    drift = jnp.sum(g.astype(wide) * out.astype(wide), -1)  # gradient times output, for each query
+    drift = jnp.sum(g.astype(wide) * out.astype(wide), -1)  # sums over H of gradient times output
 
     # 2. a pair of blocks of queries and keys
     def one_pair(carry: tuple, pair: tuple) -> tuple[tuple, None]:

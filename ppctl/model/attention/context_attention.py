@@ -111,9 +111,9 @@ def _with_others(
 
     meet(carry, is_earlier, kv of another device) -> (carry, gradients of that device's kv).
     is_earlier: whether the other device is earlier along cp. sums: gradients of this device's kv so
-    far, or (). context=gather: keys and values of all devices are gathered first; their gradients
-    are summed and scattered last. context=ring: kv and sums hop to the next device before each
-    call.
+    far; () in a forward. context=gather: keys and values of all devices are gathered first; their
+    gradients are summed and scattered last. context=ring: kv and sums hop to the next device
+    before each call.
     """
     # 1. one call of `meet`, for context=ring after a hop
     c, is_ring = jax.lax.axis_index("cp"), axes.context == "ring"
@@ -177,7 +177,7 @@ def _two_pairs(
 
 
 def _of_pieces(is_earlier: jax.Array, halves: list[jax.Array]) -> jax.Array:
-    """Return the gradients [B, T, ...] of keys (or values), given those of both `_two_pairs`."""
+    """Return the gradients [B, T, ...] of keys (or values). halves: those of the two pairs."""
     first, second = halves
     late = jnp.where(is_earlier, 0, second)
     return jnp.concatenate([first + jnp.where(is_earlier, second, 0), late], axis=1)

@@ -30,7 +30,7 @@ def forward(
     causal: bool = True,
     scoring: Scoring = PLAIN,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (attention [B, T, N, H], log sums float32 [B, N, T]); of scoring, uses only scale."""
+    """Return (attention [B, T, N, H], log sums float32 [B, N, T]). Uses only scoring.scale."""
     B, T, N, H = q_BTNH.shape
     results = _Shape((B, N, T, H), q_BTNH.dtype), _Shape((B, N, T), jnp.float32), _WORKSPACE
     products = {"bmm1": _product(3, 3, (0, 2)), "bmm2": _product(3, 1, (0, 1), (0, 2))}
@@ -66,7 +66,7 @@ def backward(
 
 
 def is_unmasked(params: Mapping[str, Any]) -> bool:
-    """Return whether an equation is a call in CALLS without a mask, given its parameters."""
+    """Return whether an equation's parameters are those of an unmasked call in CALLS."""
     config = str(params.get("legacy_backend_config"))
     return params.get("target_name") in CALLS and '"NO_MASK"' in config
 

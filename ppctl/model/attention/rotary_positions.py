@@ -27,7 +27,7 @@ class Rope:
     yarn: pairs with fewer than beta_slow turns in original_len. Pairs with more than beta_fast
     turns are unchanged, and a ramp over i mixes those between. Queries and keys are multiplied by
     attention_factor; None: 1 + log(factor)/10 (Peng et al. 2023).
-    fraction: share of a head's dims that turn, 0..1. These are the first dims, and H is their
+    fraction: share of a head's dims that turn, 0..1. The first dims turn, and H above is their
     number; the other dims are unchanged.
     """
 
@@ -74,7 +74,7 @@ class Rope:
         return 1 + 0.1 * math.log(self.factor) if factor is None else factor
 
 
-Rotate = Callable[..., jax.Array]  # (x [B, T, N, H], rope, axes of the stage) -> x turned
+Rotate = Callable[..., jax.Array]  # (x [B, T, N, H], rope, axes of the stage) -> rotated x
 
 
 def rotate(x_BTNH: jax.Array, rope: Rope, axes: StageAxes = WHOLE) -> jax.Array:
@@ -86,7 +86,7 @@ def rotate(x_BTNH: jax.Array, rope: Rope, axes: StageAxes = WHOLE) -> jax.Array:
 
 def rotate_at(x_BTNH: jax.Array, rope: Rope, first: jax.Array, num_positions: int) -> jax.Array:
     """Return x turned for the positions first, first + 1, ...; first + T <= num_positions."""
-    # slices of tables: `first` is traced, and angles computed from it would be rounded
+    # slice exact tables: angles computed from `first`, which is traced, would have rounding errors
     tables = _tables(rope, num_positions, x_BTNH.shape[-1])
     take = partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=x_BTNH.shape[1])
     return _turned(x_BTNH, *(take(jnp.asarray(table, x_BTNH.dtype)) for table in tables))

@@ -46,7 +46,7 @@ def num_rows_of(eqn: core.JaxprEqn) -> int:
 
 
 def shape_of(eqn: core.JaxprEqn) -> tuple[float, float, float, float]:
-    """Return (rows, columns, depth, number of experts) of a product, for evenly loaded experts."""
+    """Return (rows, columns, depth, number) of equal products, one for each expert of a device."""
     arrays: list[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars)]
     x, other, _, out = arrays
     num_experts = (out if out.ndim == 3 else other).shape[0]

@@ -129,7 +129,7 @@ def by_gather(
     compute: Compute,
 ) -> Combined:
     """Return each token's sum over its experts; every device gathers all tokens of the group."""
-    # 1. gather the group's tokens, sorted by this device's experts; tokens of others come last
+    # 1. gather the group's tokens, and sort their choices by expert; other devices' experts last
     (M, K), L = chosen_MK.shape, group.num_local
     x_ND, chosen_NK, weights_NK = x_MD, chosen_MK, weights_MK
     if group.axes:

@@ -4,7 +4,7 @@ Experts are divided over ep and tp. If tp > 1, it must divide the rows of activa
 all devices along ep and tp have different tokens. The rest of the layer is whole on every device
 along ep.
 
-Shape suffixes: M rows of this device, R rows by expert, E experts, D d_model, F width of an expert.
+Shape suffixes: M rows of this device, R sorted rows, E experts, D d_model, F width of an expert.
 """
 
 from functools import partial
@@ -69,8 +69,9 @@ def experts(
 ) -> jax.Array:
     """Return [M, D], each token's weighted sum of its experts' outputs.
 
-    activation: function of the gate's output, or without a gate of `up`'s. num_sequences: number of
-    sequences in the rows of all devices along tp and cp. is_counted: whether to report counts.
+    activation: function applied to the output of `gate`, or without a gate to the output of `up`.
+    num_sequences: number of sequences in the rows of all devices along tp and cp. is_counted:
+    whether to report counts.
     """
     group = expert_group(sizes, axes)
     times = product(_kernel(sizes, group, x_MD, device))
@@ -118,7 +119,10 @@ def counted_updates(sizes: ExpertSizes) -> dict[str, Any]:
 
 
 def used_layers(sizes: ExpertSizes | None) -> dict[str, int]:
-    """Return `StackOptions.used_layers`: number of layers by part; 0 for counters."""
+    """Return `StackOptions.used_layers`: the number of layers that use each part.
+
+    It is 0 for counters, so that they do not count as parameters.
+    """
     if sizes is None:
         return {}
     number = sum(sizes.has_experts)

@@ -2,7 +2,8 @@
 
 kernel     | method                                       | where
 scan       | expert by expert, a block of rows at a time  | any backend
-triton     | kernels of Pallas                            | NVIDIA GPUs from 8.0, up to 32 bits
+triton     | Triton kernels, written in Pallas            | NVIDIA GPUs, compute capability 8.0 or
+           |                                              | above, dtypes of up to 32 bits
 ragged_dot | JAX's; CPUs and NVIDIA GPUs compute all rows | any backend, native on TPUs
            | with all experts                             |
 
@@ -152,7 +153,7 @@ def _scan_weights(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
 
         add = lambda i, total: total + of_block(i)  # noqa: E731
         found = lax.fori_loop(1, -(-size // block), add, of_block(0))
-        # an addition to zeros, which `jaxpr_tools.add_outputs` replaces with the sum of gradients
+        # added to zeros: `jaxpr_tools.add_outputs` replaces the zeros with the sum of gradients
         return out_EDF.at[number].add(found, **_ONE_PLACE), None
 
     zeros = jnp.zeros((num_experts, x.shape[1], y.shape[1]), wide)
@@ -161,7 +162,7 @@ def _scan_weights(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
 
 
 def _block(x: jax.Array, sizes: jax.Array) -> int:
-    """Return the rows of a block: 1.25 times an expert's mean, in multiples of 32, at most 128."""
+    """Return the rows of a block: 1.25 times an expert's mean, rounded up to 32, at most 128."""
     return min(len(x), 128, -(-len(x) * 5 // (4 * 32 * len(sizes))) * 32)
 
 

@@ -46,8 +46,8 @@ class ExpertSizes:
     dispatch: str = "gather"
     capacity: float | None = None
     kernel: str = "auto"
-    # set for predictions, whose products are counted: the fullest device's load relative to the
-    # mean; None: products are real
+    # load of the fullest device relative to the mean, for predictions, which count products but
+    # do not run them; None: products run
     counted: float | None = None
 
 
@@ -122,14 +122,15 @@ def _chosen(scores_ME: jax.Array, sizes: ExpertSizes) -> jax.Array:
 def balance_loss(
     is_chosen_ME: jax.Array, shares_ME: jax.Array, top_k: int, num_sequences: int, axes: StageAxes
 ) -> jax.Array:
-    """Return this device's summand of the balance loss: sum over sequences of tokens times loss.
+    """Return this device's summand of the balance loss: the sum of T times a sequence's loss.
 
     A sequence of T tokens has the loss sum_e f_e P_e, which is 1 for even loads. f_e is E / (K T)
     times the number of its tokens that chose e, and P_e the mean of its tokens' shares of e.
     """
     # 1. the sequence of each row
     num_rows, num_experts = shares_ME.shape
-    num_tokens = num_rows * axes.row_parts // num_sequences  # tokens of a sequence along tp
+    # tokens of a sequence on all devices along tp
+    num_tokens = num_rows * axes.row_parts // num_sequences
     rows = own_part(jnp.arange(num_rows * axes.row_parts), axes) if axes.divides_rows else None
     rows = jnp.arange(num_rows) if rows is None else rows
     is_in_BM = (rows // num_tokens == jnp.arange(num_sequences)[:, None]).astype(shares_ME.dtype)

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh
 
 TALL, WIDE = 128, 256  # maximum rows and columns of a tile; in `weights` both are at most TALL
 ADDS = "grouped_weights"  # name of the kernel that adds its sum to its last operand
-TOGETHER = 8  # tiles of rows run in succession that read the same columns of w from the cache
+TOGETHER = 8  # row tiles that run in succession, so that w's columns stay in the cache
 
 
 class Limits(NamedTuple):
@@ -25,7 +25,8 @@ class Limits(NamedTuple):
     described: kind of the target GPU if it is not attached; None: an attached GPU.
     """
 
-    shared_bytes: int = 98304  # bytes of operands loaded ahead; GPUs 8.6, 8.9, 12.0 hold 101,376
+    # bytes of operands loaded ahead; GPUs of compute capability 8.6, 8.9 and 12.0 hold 101,376
+    shared_bytes: int = 98304
     num_warps: int = 8  # warps of a program of `weights`
     described: str | None = None
 
@@ -223,7 +224,9 @@ def _tile(size: int, most: int = TALL) -> int:
 
 
 def _depth(size: int, num_bytes: int, row_bytes: int) -> int:
-    """Return the depth of a product step: a power of 2, at most 64, with operands in num_bytes.
+    """Return the depth of one step of a product of depth `size`: a power of 2, at most 64.
+
+    num_bytes: bytes for the step's operands. row_bytes: bytes of the operands per unit of depth.
 
     >>> _depth(5000, 24576, 2 * (128 + 256)), _depth(20, 24576, 2 * (128 + 256))
     (32, 32)

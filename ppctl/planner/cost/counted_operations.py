@@ -3,8 +3,9 @@
 A matrix product counts its FLOPs, and its operands and results as traffic. Compilers fuse
 element-wise operations into their readers, so other operations count only their writes to memory,
 and reductions their reads. A result is written if a matrix product reads it, if the program returns
-it, or if a scatter makes it. It counts twice, because an input of its size was read. Reductions of
-the same values at the same time read them once. Reshapes and transposes are the same array.
+it, or if a scatter makes it. A written result counts twice: its write, and the read of an input of
+equal size. Reductions of the same values at the same `Program.depth` share one read. Views, such as
+reshapes and transposes, have no traffic.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +47,7 @@ EXPENSIVE = ("tanh", "exp", "log", "erf", "logistic", "sin", "cos", "pow", "log1
 
 
 def ops_of(function: Callable, *args: Tree, only_needed: bool = False) -> list[Op]:
-    """Return the operations of function(*args) in order, of these sizes; args may be shapes.
+    """Return the operations of function(*args) in order; args: arrays or their shapes.
 
     only_needed: leave out operations that no result depends on.
     """
@@ -83,7 +84,7 @@ class Program:
     def __init__(
         self, eqns: Sequence[core.JaxprEqn], results: Sequence[Any], kept: Sequence[str] = ()
     ):
-        self.eqns, self.kept = eqns, kept  # names of primitives whose results are in memory too
+        self.eqns, self.kept = eqns, kept  # kept: primitives whose results stay in memory
         self.maker = {id(v): eqn for eqn in self.eqns for v in eqn.outvars}
         self.returned = {id(self.root(v)) for v in results if not is_literal(v)}
         written, self.readers = list[Any](), dict[int, list[core.JaxprEqn]]()
@@ -123,7 +124,8 @@ class Program:
     def product(self, eqn: core.JaxprEqn) -> Op:
         traffic = sum(map(_traffic(eqn), (*eqn.invars, *eqn.outvars)))
         flops, shape, sum_bytes = equation_flops(eqn), _product_shape(eqn), self.added_bytes(eqn)
-        # speeds of attention are of causal kernels, which run half of the FLOPs that they count
+        # attention speeds come from causal kernels, which run only half of the counted FLOPs;
+        # kernels without a mask run all of them, so their FLOPs count twice
         flops *= 2.0 if cudnn_attention.is_unmasked(eqn.params) else 1.0
         return Op(flops, traffic, kernel=_kernel(eqn), shape=shape, sum_bytes=sum_bytes)
 
@@ -134,7 +136,10 @@ class Program:
         return 2.0 * sum(_size(v) for v in eqn.outvars if id(v) in self.written)
 
     def read_bytes(self, eqn: core.JaxprEqn, passes: set[tuple]) -> float:
-        """Return the bytes that a reduction reads, 0 if `passes` has its read. Adds to `passes`."""
+        """Return the bytes that a reduction reads; 0 if `passes` already has this read.
+
+        Adds the read to `passes`.
+        """
         operand: Any = eqn.invars[0]
         least_axes = min(2, operand.aval.ndim)  # vectors, such as a norm's scale, do not count
         large = {key: v for key, v in self.sources(operand).items() if v.aval.ndim >= least_axes}
@@ -168,7 +173,8 @@ class Program:
             if not is_scan(eqn):
                 return sum(size for first, end, size in lives if first <= t <= end)
             body = eqn.params["jaxpr"].jaxpr
-            is_loop = eqn.params["length"] > 1  # a single iteration's peak includes the results
+            # only a loop adds its results: the peak of a single iteration includes them
+            is_loop = eqn.params["length"] > 1
             around = sum(size for first, end, size in lives if first < t + is_loop and t <= end)
             return around + Program(body.eqns, body.outvars).peak_bytes()
 
@@ -195,7 +201,7 @@ class Program:
         return max((1 + self.depth(eqn.invars[0]) for eqn in reductions), default=0)
 
     def added_bytes(self, product: core.JaxprEqn) -> float:
-        """Return the traffic of the sum that a product is added to; 0 if it has other readers."""
+        """Return the bytes of traffic to add a product to a sum; 0 unless this is its only use."""
         v = product.outvars[0]
         while len(readers := self.readers.get(id(v), [])) == 1:
             (eqn,) = readers
@@ -207,14 +213,14 @@ class Program:
         return 0.0
 
     def is_added_by_product(self, eqn: core.JaxprEqn) -> bool:
-        """Return whether a result is an argument plus a product that is read nowhere else."""
+        """Return whether an equation returns an argument plus a product with no other reader."""
         if eqn.primitive.name not in ADDITIONS or id(eqn.outvars[0]) not in self.returned:
             return False
         ways = eqn.invars, eqn.invars[::-1]
         return any(self.is_given(total) and self.is_product_alone(addend) for total, addend in ways)
 
     def is_sum(self, eqn: core.JaxprEqn, v: Any) -> bool:
-        """Return whether v is a result that adds to an argument, in the argument's memory."""
+        """Return whether v is a returned sum of an argument and other values, made in place."""
         if id(v) not in self.returned:
             return False
         if not is_scan(eqn):
@@ -254,7 +260,7 @@ def _sent(eqn: core.JaxprEqn) -> list[Op]:
 
 
 def _is_product(eqn: core.JaxprEqn) -> bool:
-    """Return whether an equation is a product or attention kernel: unfused, results in memory."""
+    """Return whether an equation is a product or attention kernel, which compilers do not fuse."""
     is_cudnn = eqn.params.get("target_name") in cudnn_attention.CALLS
     is_call = is_cudnn or counted_products.is_counted(eqn)
     return is_call or eqn.primitive.name in (*PRODUCTS, PALLAS)
@@ -266,7 +272,7 @@ def _traffic(eqn: core.JaxprEqn) -> Callable[[Any], float]:
         return _size
     rows: Any = eqn.invars[0]
     share = counted_products.num_rows_of(eqn) / rows.aval.shape[0]
-    return lambda v: _size(v) * (1.0 if v.aval.ndim == 3 else share)  # weights [e, d, f], or rows
+    return lambda v: _size(v) * (1.0 if v.aval.ndim == 3 else share)  # 3 dims: weights; 2: rows
 
 
 def _kernel(eqn: core.JaxprEqn) -> Kernel:
@@ -282,7 +288,10 @@ def _kernel(eqn: core.JaxprEqn) -> Kernel:
 
 
 def _product_shape(eqn: core.JaxprEqn) -> ProductShape | None:
-    """Return the fixed shape of a matrix product; for a convolution: all positions x features."""
+    """Return the shape of a matrix product; None for other operations.
+
+    A convolution is a product whose rows are all positions, and whose columns are the features.
+    """
     if counted_products.is_counted(eqn):
         return ProductShape(*(Extent(fixed=size) for size in counted_products.shape_of(eqn)))
     if eqn.primitive.name not in PRODUCTS:
@@ -295,7 +304,7 @@ def _product_shape(eqn: core.JaxprEqn) -> ProductShape | None:
         number = prod(left[dim] for dim in batch)
         taken = {*contracted, *right_batch}
         columns = prod(size for dim, size in enumerate(right) if dim not in taken)
-    elif eqn.primitive.name == "ragged_dot_general":  # counted with equal groups
+    elif eqn.primitive.name == "ragged_dot_general":  # groups of equal size
         number, columns = num_groups_of(eqn), eqn.outvars[0].aval.shape[-1]  # pyright: ignore[reportAttributeAccessIssue]
     else:
         columns = right[eqn.params["dimension_numbers"].rhs_spec[0]]

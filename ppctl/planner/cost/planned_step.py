@@ -48,7 +48,7 @@ class Machine:
         return replace(self.network, bytes_per_s=min(fastest, in_host * self.network.bytes_per_s))
 
     def over(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Return the number of hosts that each axis of a mesh goes over."""
+        """Return the number of hosts that each axis of a mesh spans."""
         num_devices = prod(sizes.values())
         if self.network is None or self.host_devices is None or num_devices <= self.host_devices:
             return dict.fromkeys(sizes, 1)
@@ -163,7 +163,10 @@ class Step:
         yield self.ring(COPY_AXES), whole
 
     def kept(self, layer: int, embed_head: float) -> float:
-        """Return the bytes of a device's shards of layers and embed_head, given unsharded bytes."""
+        """Return the bytes of a device's shards of its rank's layers and of embed_head.
+
+        layer, embed_head: unsharded bytes of one layer, and of embed_head.
+        """
         layout, mesh = self.layout, self.layout.mesh
         embed_head /= mesh.along(layout.embed_head_axes)
         return layout.rank_layers * layer / mesh.fsdp + embed_head

@@ -224,7 +224,8 @@ def memory_of(pipe: Pipeline, step: Step) -> tuple[Mapping[str, int], ...]:
             return round(step.head_bytes) if program.kind == "T" else 0
         if program.kind in TASKS:
             return task(program.kind, program.shape)
-        if program.kind == "prepare" and layout.mesh.fsdp > 1 and whole_before_tasks:  # layers
+        # all layers of the rank, gathered
+        if program.kind == "prepare" and layout.mesh.fsdp > 1 and whole_before_tasks:
             return sum(role.num_layers for role in program.shape.stages) * layer_bytes
         if program.kind == "reduce":  # stacked gradients, before their sum
             return program.shape.num_layers * params.trained_layer

@@ -13,7 +13,7 @@ from math import ceil
 from typing import Literal
 
 TILE = (128, 256)  # rows and columns, or the reverse, of the tile that a core makes, as in cuBLAS
-LEAST_DEPTH = 128  # least summands of a core's share if several cores make one tile
+LEAST_DEPTH = 128  # minimum depth of a core's share if several cores make one tile
 
 Kernel = Literal["product", "experts", "attention_forward", "attention_backward"]
 # gather: all-gather or reduce-scatter; sum: all-reduce; exchange: all-to-all; hop: to a neighbour
@@ -105,7 +105,7 @@ class Speed:
     attention_forward: float | None = None  # FLOP/s of attention kernels; None: as products
     attention_backward: float | None = None
     experts: float | None = None  # FLOP/s of grouped products; None: as products
-    cores: int | None = None  # cores that share a product's tiles; None: size has no effect
+    cores: int | None = None  # cores that share a product's tiles; None: equal speed at any size
     adds: bool = False  # whether products add their results to sums, as cuBLAS's do
 
     def seconds(self, ops: Iterable[Op], examples: float) -> float:
@@ -199,9 +199,10 @@ class ModelWork:
     layer: PieceWork
     head: PieceWork
     x_bytes: int  # bytes of the activation between layers
-    stash_bytes: dict[str, int]  # bytes that a layer's forward keeps, by remat; full: a stage's
+    # bytes that the forward of a layer keeps, by remat; with remat=full, the forward of a stage
+    stash_bytes: dict[str, int]
     pending_bytes: dict[str, int]  # bytes handed from a layer's I to W, by remat
     residual_bytes: float = 0.0  # bytes of a layer that its backward reads after recomputation
     head_bytes: Extent = Extent()  # peak bytes of the head, for all examples
-    # by remat, for a layer with experts: peak bytes of I besides the residuals, for all examples
+    # peak bytes of I in a layer with experts, besides the residuals, for all examples; by remat
     expert_bytes: dict[str, Extent] = field(default_factory=dict[str, Extent])

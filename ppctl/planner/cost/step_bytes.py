@@ -18,7 +18,8 @@ def array_bytes(step: Step, slots: Mapping[str, float]) -> dict[str, int]:
     # 1. the state, and copies of parameters
     params, layout, work, microbatch = step.params, step.layout, step.work, step.microbatch
     layers, remat = layout.rank_layers, microbatch.remat
-    copied = layers  # gathered layers of a rank; gather=layer: this, the next, and shards of all
+    copied = layers  # number of layers in the compute dtype
+    # gather=layer: the current and the next layer, and this device's shards of all layers
     if layout.mesh.fsdp > 1 and step.gather == "layer":
         copied = min(2, layout.chunk_layers) + layers / layout.mesh.fsdp
     copies = copied * params.layer + params.embed_head

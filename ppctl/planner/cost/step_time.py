@@ -68,7 +68,8 @@ def op_times(step: Step) -> OpTimes:
         return PieceTimes(sum(f), sum(i), max(w) if machine.gathers_ahead else sum(w))
 
     remat, again = step.microbatch.remat, ()
-    if remat.recomputes:  # remat=full also recomputes each layer's input, so whole forwards
+    # remat=full recomputes whole forwards, because it keeps only the input of the stage
+    if remat.recomputes:
         again = layer.forward if layer.redo is None or remat.keeps_input_only else layer.redo
 
     # 2. transfers, gathers and per-step overhead
@@ -98,7 +99,7 @@ def overhead_s(step: Step) -> float:
     seconds = exchange_s(step) + update / step.known_machine.speed.bytes_per_s
     if not step.params.update_flops:
         return seconds
-    # 2. optimizers of whole matrices: a rank's devices gather all gradients, and each updates all
+    # 2. optimizers of whole matrices: each device of a rank gathers and updates all its matrices
     num_layers = step.layout.rank_layers
     for axes in (("fsdp",), ("ep", "tp")):
         link, size = step.ring(axes)

@@ -29,7 +29,7 @@ class DeviceLimit(NamedTuple):
 
     size_bytes: int
     source: str
-    fraction: float | None = None  # share of a GPU's memory, 0..1; None: other devices, a request
+    fraction: float | None = None  # share of a GPU's memory, 0..1; None: no GPU, or plan.memory_gib
 
 
 @dataclass(frozen=True)
@@ -108,14 +108,14 @@ class Target:
             hardware.task_s,
             cores=os.cpu_count() if is_nominal else None,
             order=self.order,
-            # compilers overlap gathers with other work; on GPUs unless executor.xla_flags=none
+            # compilers overlap gathers with other work, except on GPUs with executor.xla_flags=none
             gathers_ahead=not is_nominal and (hardware.cuda is None or self.xla_flags != "none"),
         )
 
     @property
     def limit(self) -> DeviceLimit | None:
         """Return the usable memory of a device, requested, described or reported; None: unknown."""
-        # 1. as requested, or of described hardware
+        # 1. the limit of the request, or of described hardware
         if (gib := self.plan.memory_gib) is not None:
             return DeviceLimit(round(gib * GIB), f"plan.memory_gib={gib:g}")
         if isinstance(self.request, Hardware):
@@ -131,7 +131,7 @@ class Target:
         if stated is None:
             return None
 
-        # 2. of an attached device
+        # 2. the limit of an attached device
         if is_gpu(device):
             return self._limit_of_gpu(stated, self.kind, here=True)
         if device.platform != "cpu":
@@ -152,7 +152,7 @@ class Target:
         return self._limit_of_gpu(size_bytes, name, here=here)
 
     def _limit_of_gpu(self, size_bytes: int, name: str, *, here: bool) -> DeviceLimit:
-        """Return the limit of size_bytes; its source names the share of the GPU's memory."""
+        """Return a limit of size_bytes, with the share of the GPU's memory in its source."""
         share = memory_share(self.memory_fraction, here=here)
         whole = size_text(round(size_bytes / share.fraction))
         source = f"{share.fraction * 100:g}% of the {whole} of {name}: {share.source}"

@@ -20,7 +20,8 @@ from ppctl.planner.cost.roofline import Extent, ModelWork, Op, PieceWork, Produc
 from ppctl.schedule.remat import Remat
 
 Tree = Any
-FEW = (2, 4, 8, 16)  # examples of a trace, compared with a trace of twice as many; 1 is special
+# examples of a trace, compared with a trace of twice as many; 1 is left out, a special case
+FEW = (2, 4, 8, 16)
 
 
 @dataclass(frozen=True)

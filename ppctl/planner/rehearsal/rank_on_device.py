@@ -75,8 +75,9 @@ class RankPart(NamedTuple):
 class RankTimes:
     """The seconds of a rank's part of a step, and the temporary memory of its tasks.
 
-    Simulated devices share cores, and each runs one program at a time. So a rank is timed on one
-    device, and on several (`Replicas`) at the same time. CPU seconds are those of one device.
+    Simulated devices share cores, so ranks that run together are slower than one that runs by
+    itself. So a rank is timed twice: on one device, and on several (`Replicas`) at the same time.
+    CPU seconds are those of one device.
     """
 
     alone: Timing  # time of all tasks in order, or of all ticks, on one device
@@ -95,7 +96,7 @@ class RankTimes:
         """Return the CPU seconds of the rank's tasks while on average `at_once` ranks run.
 
         Waiting threads of XLA take CPU seconds too, and the running ranks share these. So a rank
-        takes a + b / at_once, where both timings give a and b.
+        takes a + b / at_once; a and b follow from the two timings.
         """
         if self.replicas == 1:
             return self.alone.cpu_s
@@ -135,7 +136,7 @@ class RankOnDevice:
         Tasks are timed singly in one more run, and scaled so that they sum to the median.
         """
         by_task: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
-        before_s = 0.0  # seconds of joins of vocabulary parts' values, added to the next task
+        before_s = 0.0  # seconds of joins of vocabulary parts, counted in the next task
 
         def watched(entry: PlanEntry, call: Callable[..., Sequence], values: Sequence) -> Sequence:
             nonlocal before_s
@@ -273,7 +274,7 @@ def _options(job: TrainingJob, on: Replicas, preset: CompilerPreset) -> dict[str
 
 
 def staged_layers(model: Model, here: RankRole) -> Tree:
-    """Return the shapes of a rank's layers in staged form, [V, 1, K, ...]."""
+    """Return the shapes of a rank's layers: [stages of the rank, 1, layer slots, ...]."""
     leading = len(here.stages), 1, here.num_layer_slots
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct((*leading, *a.shape), a.dtype), model.layer)
 
@@ -345,7 +346,8 @@ def _gathered(value: jax.Array, params: dict[str, Any]) -> jax.Array:
     dim, value = params["all_gather_dimension"], jax.lax.optimization_barrier(value)
     if not params["tiled"]:
         value = jnp.expand_dims(value, dim)
-    turned = jax.lax.rev(value, (value.ndim - 1,))  # equal copies compile to a view, unwritten
+    # reversed, because equal copies would compile to a view, which is never written
+    turned = jax.lax.rev(value, (value.ndim - 1,))
     parts = [turned if i % 2 else value for i in range(params["axis_size"])]
     return jax.lax.optimization_barrier(jnp.concatenate(parts, dim))
 

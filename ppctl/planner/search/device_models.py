@@ -24,8 +24,9 @@ from ppctl.schedule.remat import Remat
 from ppctl.training.pipeline.pipeline_request import divided_by_xla, divided_stack, shards_in_stages
 
 Tree = Any
-LEAST_WIDTH = 256  # columns of x per device along tp; with fewer, sends outweigh the saved work
-LEAST_TOKENS = 4096  # tokens of a sequence per device along cp; likewise
+# below these sizes, sends outweigh the saved work
+LEAST_WIDTH = 256  # columns of x per device along tp
+LEAST_TOKENS = 4096  # tokens of a sequence per device along cp
 STAGE_RECORDS = tuple(axis for axis in MESH_AXES if axis.in_stage)
 
 # (sizes of `STAGE_AXES`, number of vocabulary parts; 0: undivided) -> one device's work and bytes
@@ -49,8 +50,8 @@ def device_models(
     """Return a memoized function from a division of stages to the work and bytes of one device.
 
     state: shapes of the training state, layers in model order. batch: shapes of a global batch.
-    axes: the function replaces their sizes. update_flops: as in `ParamBytes`. The function raises
-    ConfigError for a division that the model does not allow.
+    axes: axes whose sizes the function replaces. update_flops: as in `ParamBytes`. The function
+    raises ConfigError for a division that the model does not allow.
     """
 
     @cache
@@ -129,7 +130,7 @@ def _as_choice(name: str, value: object, _argument: str | None) -> str:
 def _candidates(
     requested: Requested, x: jax.ShapeDtypeStruct | None, num_devices: int, host_devices: int
 ) -> Iterator[MeshSizes]:
-    """Yield the requested divisions. Default: those with enough columns and tokens per device."""
+    """Yield divisions of the requested sizes, on open axes of sizes that leave enough work."""
     # 1. check the requested sizes
     sizes, chosen = divisors(num_devices), dict[str, Sequence[int]]()
     for axis in STAGE_RECORDS:

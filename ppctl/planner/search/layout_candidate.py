@@ -35,7 +35,9 @@ from ppctl.schedule.vocabulary_parallel import with_parts, with_vocabulary
 # key of a schedule: (family, ranks, microbatches, chunks, vocabulary parts, whether in ticks)
 Key = tuple[str, int, int, int, int, bool]
 MOST_TASKS = 8_000  # tasks of a simulation; longer schedules are extrapolated from two shorter ones
-FEW_RANKS = 16  # up to this number of ranks p these two differ by 2p microbatches, above by p
+# maximum number of ranks p for which the two shorter schedules differ by 2p microbatches; with
+# more ranks they differ by p
+FEW_RANKS = 16
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class Layout:
 
     @property
     def least_bytes(self) -> int:
-        """Return a lower bound of bytes: the family's closed-form peak, or else one microbatch."""
+        """Return a lower bound of bytes, with the closed-form peak of stashes or else one stash."""
         pp, number = self.bounds.mesh.pp, self.bounds.step.microbatch.number
         peak, knobs = None, knobs_of(self.family, self.num_chunks)
         if self.bounds.space.engine.in_ticks:
@@ -93,7 +95,7 @@ class Layout:
 
     @property
     def _least_share(self) -> float:
-        """Return the share, 0..1, of a stash's bytes held until W (or until B, if unsplit: 1)."""
+        """Return the share, 0..1, of a stash's bytes held until W; 1 if backwards are not split."""
         remat, work = self.bounds.step.microbatch.remat, self.bounds.step.work
         if not FAMILIES[self.family].is_split or not work.stash_bytes[remat]:
             return 1.0
@@ -118,7 +120,7 @@ class Layout:
             return None
 
     def _balanced(self, rank_of: Sequence[int]) -> tuple[int, ...]:
-        """Return the layers of each stage, with embedding and head counted in layers."""
+        """Return the layers of each stage; embedding and head count as layers of equal time."""
         times, space = self.bounds.op_times, self.bounds.space
         embed, head = (each.all_s / times.layer.all_s for each in (times.embed, times.head))
         layers = space.layer_costs or (1.0,) * space.num_layers
@@ -174,7 +176,7 @@ class Placed:
         return self.layout.least_bytes
 
     def simulated(self) -> Candidate:
-        """Return the layout with its simulated step time, and the bytes of its order of tasks."""
+        """Return the layout with its simulated step time, and the bytes that its tasks need."""
         # 1. seconds
         step, space, copies = self.step, self.layout.bounds.space, self.step.layout.rank_devices
         costs = self.placed_costs.costs
@@ -215,9 +217,9 @@ class Placed:
 
     @property
     def _fullest_bytes(self) -> int:
-        """Return a lower bound of the fullest rank's bytes (executor=mpmd): the peak of its values.
+        """Return a lower bound of the fullest rank's bytes (executor=mpmd).
 
-        A single task, with its stash and temporaries, may need more.
+        The larger of the peak of live values and the bytes of one task (stash and temporaries).
         """
         ledger, last = self.placed_costs.ledger(self.placed), len(self.sizes) - 1
         rank_of, vocab_parts = self.placed.rank_of, self.layout.bounds.vocab_parts
@@ -260,7 +262,7 @@ def _built(
     return with_parts(schedule) if in_ticks else with_vocabulary(schedule)
 
 
-@lru_cache(maxsize=8)  # few, because a packing has many cells
+@lru_cache(maxsize=8)  # small, because a packing has many cells
 def _packings(*key: Any) -> list[TickPacking]:
     return packings(_built(*key))
 

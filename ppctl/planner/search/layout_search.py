@@ -60,7 +60,10 @@ class LayoutSearch:
         return Bounds(self.space, self.step_of(mesh, microbatch, vocab_parts))
 
     def _layouts(self) -> Iterator[Layout]:
-        """Yield all layouts with tp inside a host; with vocabulary parts only if these may pay."""
+        """Yield all layouts with tp inside a host.
+
+        With a choice, vocabulary parts are included only if they may save time or memory.
+        """
         for mesh, microbatch in self.space.microbatches:
             whole, has_pipeline = self.bounds(mesh, microbatch), mesh.pp > 1
             over = whole.step.known_machine.over(mesh.by_axis)

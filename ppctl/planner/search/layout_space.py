@@ -14,7 +14,8 @@ from ppctl.schedule.mesh_axes import DATA_AXES, MeshSizes
 from ppctl.schedule.piece_times import OpTimes
 from ppctl.schedule.remat import Remat
 
-PREFERRED = (BASELINE, *(name for name in FAMILIES if name != BASELINE))  # order of equal layouts
+# families in the order that decides between equal layouts
+PREFERRED = (BASELINE, *(name for name in FAMILIES if name != BASELINE))
 CHUNKS = (2, 4, 8)  # stages a rank to try, for families with this setting
 LEAST_EMBED_HEAD = 0.05  # least share of embedding and head, 0..1, to try vocabulary parts
 
@@ -108,7 +109,7 @@ class Bounds:
     def with_stashes(self, number: float) -> int:
         """Return the bytes of a rank with the stashes of `number` microbatches in its layers."""
         step, share, pp = self.step, self.space.num_layers // self.mesh.pp, self.mesh.pp
-        if not (self.space.engine.in_ticks or self.vocab_parts):  # embed_head: a rank's mean
+        if not (self.space.engine.in_ticks or self.vocab_parts):  # embed_head: mean of the ranks
             step = replace(step, params=step.params.with_embed_head_over(pp))
         return sum(array_bytes(step.with_layers(share, share), {"stash": number}).values())
 

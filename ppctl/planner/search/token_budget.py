@@ -19,7 +19,7 @@ class TokenBudget:
     days: float
     device_hours: float
     devices: str  # name of a device: GPU | chip | device
-    power_w: float | None  # most watts of a device, without host and cooling; None: unknown
+    power_w: float | None  # maximum watts of a device, without host and cooling; None: unknown
     energy_kwh: float | None  # energy of all devices at that power
 
     @property

@@ -244,7 +244,7 @@ def _check(executor: settings.Reference, vocab: str, families: Sequence[str] | N
 
 def _vocab(requested: Sequence[str] | None, stack: Stack, batch: Shapes) -> tuple[str, ...]:
     """Return the choices of schedule.vocab. ConfigError if a requested one is impossible."""
-    try:  # the check of a run
+    try:  # same check as in a run
         divided_stack(stack, StageAxes(vocab_parts=2), batch)
     except ConfigError:
         if requested is not None and "parallel" in requested:

@@ -18,7 +18,10 @@ CHOSEN = ("model", "mesh", "schedule", "partition", "executor", "optim", "data")
 
 
 def own_path(name: str, suffix: str) -> Path:
-    """Return the path of a recipe's file. ConfigError if not writable, or not written by tune."""
+    """Return the path of a recipe's file.
+
+    ConfigError if it is not writable, or exists and was not written by `ppctl tune`.
+    """
     path, option = Path("recipes") / f"{name}{suffix}", f"tune.recipe={name}"
     check_file(option, path if path.parent.exists() else path.parent)
     if path.exists() and MARK not in path.read_text(errors="replace"):
@@ -66,7 +69,8 @@ def write_recipe(path: Path, config: Config, step_s: float, measured_s: float | 
     document: dict[str, Any] = {"defaults": [{f"override /{k}": name} for k, name in names.items()]}
     settings = {part: _settings(each) for part, each in parts.items()}
     document |= {part: found for part, found in settings.items() if found}
-    run, usual = config.run, Run()  # default name: the recipe's; dir follows from it
+    # a default run.name becomes the recipe's name; a default run.dir follows from the name
+    run, usual = config.run, Run()
     name = path.stem if run.name == usual.name else run.name
     document["run"] = _settings(run) | {"name": name}
     if run.dir == f"runs/{run.name}":

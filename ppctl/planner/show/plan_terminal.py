@@ -281,7 +281,7 @@ def ranks_to_show(found: Rehearsal, most: int) -> tuple[RehearsedRank, ...]:
 
 
 def rank_table(found: Rehearsal, most: int) -> TextTable:
-    """Return a table of the ranks; if there are more than `most`, see `ranks_to_show`."""
+    """Return a table of the ranks; of more than `most`, only those that `ranks_to_show` picks."""
     ranks = ranks_to_show(found, most)
     title = "ranks, with seconds of a step, and of a microbatch through each stage"
     title += "" if len(ranks) == len(found.ranks) else f" ({len(ranks)} of {len(found.ranks)})"

@@ -8,8 +8,8 @@ from ppctl.planner.search.tuned_recipe import command_of
 from ppctl.planner.show.tune_terminal import cells_of, document
 from ppctl.reports.terminal_output import OutputConsole, show_json, show_lines, show_table
 
-Numbers = Mapping[int, Tuned]  # by the number of devices, ascending
-NOT_SHOWN = ("", "bubble ideal", "per-step overhead")  # columns only of the table of one number
+Numbers = Mapping[int, Tuned]  # results by number of devices, ascending
+NOT_SHOWN = ("", "bubble ideal", "per-step overhead")  # columns of `cells_of` left out
 
 
 def chosen_number(found: Numbers, days: float | None) -> int | None:

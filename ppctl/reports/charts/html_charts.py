@@ -19,7 +19,7 @@ from ppctl.reports.page_kit import asset, filled, page, soft, text
 from ppctl.schedule.ir import ALL_KINDS, PART_KINDS
 from ppctl.schedule.simulator import MOST_TASKS
 
-DIGITS = 7  # digits of a number, relative to the makespan; a wide screen shows four
+DIGITS = 7  # decimal digits of a number as a share of the makespan; a wide screen shows four
 
 
 def schedules_page(drawings: Sequence[Drawing]) -> str:
@@ -31,7 +31,7 @@ def schedules_page(drawings: Sequence[Drawing]) -> str:
 
 
 def charts_html(drawings: Sequence[Drawing], notes: Sequence[str] = ()) -> str:
-    """Return notes, then any charts with their buttons. A page may contain them only once."""
+    """Return html: notes, then the charts, if any, with buttons. Charts: only once in a page."""
     said = "".join(f"{soft(text(note))}\n" for note in notes)
     if not drawings:
         return said
@@ -48,7 +48,7 @@ def too_many_tasks(num_tasks: int) -> str | None:
 
 
 def _rounded(value: Any, decimals: int) -> Any:
-    """Return lists and dicts with numbers rounded to `decimals`: more would bloat the page."""
+    """Return lists and dicts with floats rounded to `decimals`, to keep the page small."""
     if isinstance(value, dict):
         return {key: _rounded(each, decimals) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -57,9 +57,9 @@ def _rounded(value: Any, decimals: int) -> Any:
 
 
 def chart_data(drawing: Drawing) -> dict[str, Any]:
-    """Return the words and colours of a chart, and its numbers, deflated.
+    """Return the words and colours of a chart, and its numbers as deflated JSON.
 
-    Numbers are those of `drawing_document`, and two more lists. waits_for: for each task, rank
+    The numbers are those of `drawing_document` and two more lists. waits_for: for each task, rank
     after rank, the index of the task that it waits for. memory: for each rank, the points
     (seconds, activations) of its memory curve.
     """

@@ -14,10 +14,11 @@ from ppctl.schedule.ir import ALL_KINDS, Kind
 
 WIDTH_IN, ROW_IN, MARGIN_IN, DPI = 14.0, 0.32, 1.3, 150
 PANEL_IN = 5.0  # inches, height of a panel of curves
-MANY_MARKS = 4  # points per line of a panel; lines with fewer have a mark at each point
+# average points per line of a panel from which marks alternate; a shorter line marks each point
+MANY_MARKS = 4
 FORMS = ("svg", "pdf", "png")
 MAX_RANKS = 512  # rows of a figure: more would be taller than 160 inches
-MAX_VECTORS = 20_000  # tasks of an svg drawn as vectors; more become one bitmap in it
+MAX_VECTORS = 20_000  # tasks that an svg draws as vectors; more are drawn as one bitmap
 POINTS_PER_CHARACTER = 4.6  # points, width of a letter of size 7 in a cell
 
 
@@ -57,7 +58,7 @@ class Panel:
 
 
 def panels(title: str, each: Sequence[Panel], x_name: str, form: str) -> bytes:
-    """Return the bytes of a figure of panels in two columns; shares get a right axis of 1 - y."""
+    """Return the bytes of a figure of panels in two columns; shares also have an axis of 1 - y."""
     figure = _figure(PANEL_IN * ceil(len(each) / 2))
     for axes, panel in zip(figure.subplots(ceil(len(each) / 2), 2).flat, each, strict=False):
         n = len(panel.lines)

@@ -37,8 +37,8 @@ MOST_LINES = len(LINES) ** 2  # pairs of a colour and a mark
 TREND = 80  # number of medians on a curve of many points
 FEW = 16  # largest number of points that a curve's description lists
 NUM_SHADES = 16  # colours of a heat map
-NUM_MARKS = 5  # approximate marks on each of several curves
-LOG_FROM = 100.0  # ratio of greatest to least value; from here on the y axis is logarithmic
+NUM_MARKS = 5  # approximate number of marks on a curve, if a figure has several
+LOG_FROM = 100.0  # ratio of greatest to least value from which the y axis is logarithmic
 LEAST = 1e-100  # smallest value for a logarithmic axis
 
 Points = Sequence[tuple[float, float | None]]  # ascending by x; None: not finite
@@ -60,9 +60,9 @@ def curves_svg(
         curves: Points by label: 1 to MOST_LINES curves, at least one with a value.
         title: The quantity, for the description of the svg.
         x_name: Label of the x axis.
-        from_zero: The y axis starts at 0, else at the least value.
-        over_sizes: x are positive sizes or rates: points have marks, and the x axis is logarithmic
-            unless x are whole numbers that span less than a factor of four.
+        from_zero: Whether the y axis includes 0; else it fits the values, see `_set_values`.
+        over_sizes: Whether x are positive sizes or rates. Points then have marks, and the x axis is
+            logarithmic unless x are whole numbers that span less than a factor of four.
     """
     import numpy as np
 
@@ -102,7 +102,7 @@ def heat_svg(
     title: str,
     least: float,
 ) -> str:
-    """Return the svg of a heat map of numbers, layers down and steps to the right.
+    """Return the svg of a heat map: a row for each layer, a column for each block of steps.
 
     Args:
         first: First step of the first column.
@@ -176,7 +176,7 @@ def _draw_curve(axes: Any, number: int, points_N2: Any, has_marks: bool) -> None
 
 
 def _set_values(axes: Any, low: float, high: float, *, from_zero: bool) -> None:
-    """Set the y axis: from 0, or logarithmic if values span a factor of LOG_FROM, else linear."""
+    """Set the y axis: from 0 if from_zero, else logarithmic if values span a factor of LOG_FROM."""
     if from_zero:
         axes.set_ylim(min(low, 0), max(1.05 * high, 0) or 1)
         axes.yaxis.set_major_formatter("{x:,g}")
@@ -200,7 +200,7 @@ def _summary(points: Points) -> str:
 
 @contextmanager
 def _axes() -> Iterator[Any]:
-    """Yield the axes of a new figure; its points are the units of the svg."""
+    """Yield the axes of a new figure of WIDTH x HEIGHT svg units."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -222,7 +222,7 @@ def _svg_of(axes: Any, about: str) -> str:
     with matplotlib.rc_context({"svg.hashsalt": about}):
         axes.figure.savefig(out, format="svg", metadata={"Date": None})
     inside = out.getvalue()
-    inside = inside[inside.index("<g ") :].replace("xlink:", "")  # drops the header
+    inside = inside[inside.index("<g ") :].replace("xlink:", "")  # without the svg header
     for pattern, new in (
         (r'<g id="([A-Za-z]+)[^"]*"', r'<g class="\1"'),
         (r"font-\w+: [^;]*; ", ""),  # the page sets the font
@@ -240,7 +240,8 @@ def _svg_of(axes: Any, about: str) -> str:
 
 # --- bars of html -------------------------------------------------------------------------------
 
-FAR_LIMIT = 4.0  # multiple of the longest bar; a larger limit is only written, to keep bars visible
+# multiple of the longest bar; a larger limit gets a label but no line, so that bars stay visible
+FAR_LIMIT = 4.0
 LEAST_LETTERS = 0.04  # share of the axis; smaller parts get no number
 
 

@@ -1,4 +1,4 @@
-"""A schedule with its timeline, label and bounds, for charts of every format; and as numbers."""
+"""A schedule with its timeline, label and bounds, for charts of every format and for JSON."""
 
 import statistics
 from collections import defaultdict
@@ -29,7 +29,7 @@ class Drawing:
 
     label: str  # distinguishes the drawing from others
     timeline: Timeline
-    choice: Choice | None = None  # the choice of schedule=auto
+    choice: Choice | None = None  # result of the search of schedule=auto
 
     @property
     def schedule(self) -> Schedule:
@@ -98,7 +98,10 @@ def title_of(label: str, schedule: Schedule) -> str:
 def table_row(
     drawing: Drawing, makespan_formula_s: float | None = None, peak_formula: float | None = None
 ) -> dict[str, Any]:
-    """Return a drawing as a table row by column, with the results of its family's closed forms."""
+    """Return the table row of a drawing, by column.
+
+    makespan_formula_s, peak_formula: results of the closed forms of the schedule's family.
+    """
     timeline = drawing.timeline
     return {
         "schedule": drawing.schedule.name,
@@ -144,7 +147,7 @@ def number_text(value: float) -> str:
 
 
 def drawing_document(drawing: Drawing) -> dict[str, Any]:
-    """Return the drawing as numbers, by rank; the unit of activations is 1/p of the model."""
+    """Return the drawing as a JSON document; tasks and times by rank, units as in `Timeline`."""
     timeline, schedule = drawing.timeline, drawing.schedule
     return {
         "schedule": schedule.name,
@@ -163,12 +166,12 @@ def drawing_document(drawing: Drawing) -> dict[str, Any]:
 
 
 def picked(record: object, *names: str) -> dict[str, Any]:
-    """Return attributes of a record by name."""
+    """Return the attributes of these names, by name."""
     return {name: getattr(record, name) for name in names}
 
 
 def _chosen(choice: Choice) -> dict[str, Any]:
-    """Return the choice of schedule=auto as numbers."""
+    """Return the result of the search of schedule=auto as JSON numbers."""
     tried, within = choice.num_blocks
     candidates = [picked(c, "label", "length_s", "is_published") for c in choice.candidates]
     return {

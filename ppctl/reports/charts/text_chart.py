@@ -92,7 +92,7 @@ def _row(
             column = first
         room = end - column
         text = f"{task.kind}{task.microbatch}"
-        # the unrounded width: tasks of equal length are labelled alike
+        # the unrounded width decides, so that tasks of equal length are labelled alike
         exact = (timeline.end_s[task] - timeline.start_s[task]) * scale + 1e-9
         fits = are_numbered and len(text) <= min(room, exact)
         colour = shade(task.kind, schedule.chunk_at(task), schedule.num_chunks)

@@ -25,7 +25,7 @@ MOST_BARS = 16  # ranks whose memory is drawn
 LOOKS = {FINISHED: kit.YES, FAILED: kit.NO, RUNNING: kit.GOES_ON}
 RAN_WITH = ("mesh", "hardware", "executor", "schedule")  # choices listed on the page
 CURVES = "With many steps, a pale curve shows least and greatest values, a strong one medians."
-HEAT = {  # title, and the number drawn in the darkest colour
+HEAT = {  # title of each heat map, and the number drawn in the darkest colour
     LOAD: ("Load of experts: tokens of the most loaded expert over the mean", 1.0),
     DROPPED: ("Tokens dropped by model.moe.capacity", 0.0),
 }
@@ -173,7 +173,7 @@ def _memory(run: RecordedRun) -> str:
 
 
 def _experts(run: RecordedRun) -> Iterator[str]:
-    """Yield heat maps of experts, and words on the most loaded layer; nothing without experts."""
+    """Yield heat maps of experts and a note on the most loaded layer; nothing without experts."""
     drawn = []
     for name, blocks in run.layers.items():
         title, least = HEAT[name]
@@ -246,7 +246,7 @@ def figures_of(runs: Sequence[RecordedRun], labels: Sequence[str]) -> list[str]:
 
 
 def _step_html(run_dir: Path, pipeline: Planned | str) -> str:
-    """Return charts of a step on one time axis, if it is known, and notes."""
+    """Return notes, and charts of a measured or simulated step, on one time axis, if possible."""
     notes: list[str] = []
     measured = _measured(run_dir, pipeline, notes)
     if measured:
@@ -265,7 +265,10 @@ def _step_html(run_dir: Path, pipeline: Planned | str) -> str:
 
 
 def _measured(run_dir: Path, pipeline: Planned | str, notes: list[str]) -> Sequence[Drawing]:
-    """Return the step measured by run.timeline or the profiler, and its simulation; or ()."""
+    """Return the step measured by run.timeline or run.profile, and its simulation; or ().
+
+    Adds lines on the measurement to `notes`.
+    """
     timed = run_dir / "timeline" / timelines.FILES[0]
     traced = run_dir / "profile" / timelines.TASKS_FILE
     label = "the schedule" if isinstance(pipeline, str) else pipeline.label

@@ -28,7 +28,7 @@ NEWEST = (
     *("predicted_step_time_s", "ideal_bubble_fraction", "predicted_bubble_fraction"),
     *("predicted_memory_bytes", "memory_bytes", "compile_time_s"),
 )
-MOST_BYTES = 10**18  # bytes of a device
+MOST_BYTES = 10**18  # bytes of a device; larger numbers are faults of the file
 UNREADABLE = (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError)
 
 

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 from ppctl.reports.run_files import read_lines, record_number
 
-BUCKETS = 1024  # groups of points of a thinned curve: two in a pixel column of a figure
-MOST_POINTS = 4 * BUCKETS  # curves with more are thinned
+BUCKETS = 1024  # groups of points of a thinned curve, two for each pixel of a figure's width
+MOST_POINTS = 4 * BUCKETS  # points of a curve; a curve with more is thinned
 MOST_STEP = 10**15  # steps below this are exact as floats
 LARGEST = 1e100  # larger numbers cannot be drawn, and count as not finite
 
-COLUMNS = 128  # least number of blocks of numbers by layer, if there are as many steps
+COLUMNS = 128  # least number of blocks of `LayerValues`, unless there are fewer steps
 MOST_LAYERS = 10_000
 
 Points = Sequence[tuple[float, float | None]]  # (step, value), ascending; None: not finite
@@ -27,14 +27,16 @@ Points = Sequence[tuple[float, float | None]]  # (step, value), ascending; None:
 class Curve(NamedTuple):
     """A recorded number over the steps. Median and counts are of all steps, not of `points`."""
 
-    points: Points  # if thinned: first, last; of each bucket least, median, greatest and one None
+    # if thinned, the first and last point, and of each bucket the least, median and greatest value
+    # and one None
+    points: Points
     median: float | None  # None: no finite value
     num_lost: int = 0  # number of values that are not finite
     first_lost: int | None = None  # step of the first value that is not finite
 
 
 class LayerValues(NamedTuple):
-    """The greatest recorded number of each layer in each block; blocks have equally many steps."""
+    """The greatest number of each layer in each block of steps; blocks are equally long."""
 
     first: int  # first recorded step
     last: Sequence[int]  # last step of each block
@@ -42,7 +44,7 @@ class LayerValues(NamedTuple):
 
 
 def read_layers(path: Path, name: str) -> LayerValues | None:
-    """Return the numbers by layer with this name in a file of records, or None."""
+    """Return the greatest value of `name` per block of steps and layer; None if never recorded."""
     first, last, rows = 0, array("q"), []
     size, number = 1, 0  # steps of a block, steps so far
     for record in read_lines(path, []):

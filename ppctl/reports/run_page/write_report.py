@@ -34,7 +34,7 @@ def place_of(out: str | None, paths: Sequence[Path]) -> Path:
     named = f"--out {file}" if out is not None else str(file)
     if file.suffix != ".html":
         raise ConfigError(f"{named}: a report is html. Name a FILE.html.")
-    if out is None and file.is_symlink():  # a foreign directory must not choose the target
+    if out is None and file.is_symlink():  # a link in a foreign directory must not choose the file
         target = printable(str(file.resolve()))
         raise ConfigError(f"{named} is a link to {target}. Name a file: --out FILE.html.")
     check_file(named, file)

@@ -9,8 +9,8 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
     Makespan m(F+I+W) + (p-1)F/2 at F = I = W and m >= 2p; peak activations p + 1/2, at most m.
     p = num_ranks. A forward and a backward that DualPipe overlaps are neighbours in the order.
-    Backwards are split only where ranks would idle. For m < 2p it is the schedule of 2p
-    microbatches without those above m.
+    Backwards are split only where ranks would idle. For m < 2p the schedule is that of 2p
+    microbatches, without the tasks of the last 2p - m.
     Source: DeepSeek-V3, arXiv 2412.19437, figure 5; DualPipeV by Sea AI Lab ("cut in half") and
     github.com/deepseek-ai/DualPipe, with the same eight steps.
     """
@@ -26,7 +26,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
         # 4-5: the steady state, then without new microbatches
         program.add(full - 2 * num_ranks + r + 1, "F down", "B up", "F up", "B down")
         program.add(below, "B up", "F up", "B down")
-        # 6: backwards only, both ways; their second half delays its weight gradients
+        # 6: backwards only, both ways; the second half of them are split, and W runs later
         steps = ("B up", "B down") * (r + 1)
         program.add(1, *steps[: r + 1], *(step.replace("B", "I") for step in steps[r + 1 :]))
         # 7-8: input gradients as they arrive, weight gradients between and after them

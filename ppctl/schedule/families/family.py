@@ -1,6 +1,6 @@
 """The record of a schedule family: a generator, and facts for tables, searches and config.
 
-Facts that are visible in a schedule (split backward, placement) come from a generated sample.
+Facts that any schedule shows (split backward, placement) are read from a small generated sample.
 """
 
 import inspect
@@ -15,7 +15,7 @@ from ppctl.schedule.ir import Schedule
 from ppctl.schedule.tick_table import why_not
 
 SAMPLE_SIZE = (4, 8)  # ranks and microbatches of samples; every family supports them
-WARMUP_HOPS = (1.0, 1.5, 2.0)  # values that searches try
+WARMUP_HOPS = (1.0, 1.5, 2.0)  # values of warmup_hops that searches try
 
 KnobValues = Mapping[str, float]
 
@@ -74,7 +74,7 @@ class Family:
 
     @cached_property
     def runs_on_ring(self) -> bool:
-        """Return whether executor=spmd can run it."""
+        """Return whether executor=spmd can run the family's schedules."""
         return why_not(self.sample) is None
 
     def makespan_s(

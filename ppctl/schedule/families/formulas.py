@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ppctl.errors import ScheduleError
 from ppctl.schedule.costs import Costs
 
-SMALL_HOP = 0.3  # largest latency, relative to F and to B, in the formulas of 1F1B
+SMALL_HOP = 0.3  # largest transfer / min(F, B) for which the formulas of 1F1B hold
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class FormulaInputs:
 
     @property
     def warmup(self) -> int:
-        """Return rank 0's warm-up forwards, those of further chunks excluded: floor(h(p-1))."""
+        """Return the number of rank 0's warm-up forwards with one chunk: floor(h(p-1))."""
         return floor_hops(self.warmup_hops, self.p - 1)
 
     @property
@@ -62,7 +62,7 @@ Formula = Callable[[FormulaInputs], float | None]
 def only_if(
     holds: Callable[[FormulaInputs], bool], formula: Callable[[FormulaInputs], float]
 ) -> Formula:
-    """Return `formula`, changed to return None outside its domain `holds`."""
+    """Return `formula` restricted to its domain: it returns None where `holds` is false."""
     return lambda s: formula(s) if holds(s) else None
 
 
@@ -83,7 +83,7 @@ def zero_bubble_s(s: FormulaInputs) -> float:
 
 
 def forward_trip_s(s: FormulaInputs) -> float:
-    """Return the time of a forward to reach the last rank, in seconds: (p-1)F."""
+    """Return the seconds until the first forward reaches the last rank: (p-1)F."""
     return (s.p - 1) * s.fiw[0]
 
 

@@ -11,9 +11,9 @@ def gis(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2) -> Schedu
 
     Bubble 5p/4 - 1 at F = I = W = 1, V = 2, even p >= 4 and m a multiple of g; peak activations
     3p/4 (even p). p = num_ranks, V = num_chunks, g = ceil(p/2).
-    Source: Wan et al. 2025, arXiv 2503.01328, section 3.2. In its building block a microbatch moves
-    down one rank a tick and back up one rank in three ticks. The block is repeated every 3Vg ticks,
-    then squeezed.
+    Source: Wan et al. 2025, arXiv 2503.01328, section 3.2. In its building block the forward of a
+    microbatch moves down one rank every tick, and its backward up one rank every three ticks.
+    The block of each group is repeated every 3Vg ticks, then squeezed.
     """
     require_at_least("gis", "num_chunks", num_chunks, 1)
     size = (num_ranks + 1) // 2

@@ -18,7 +18,7 @@ def hanayo(num_ranks: int, num_microbatches: int, *, num_waves: int = 1) -> Sche
     require_at_least("hanayo", "num_waves", num_waves, 1)
     rank_of = waves(num_ranks, num_waves)
     last = len(rank_of) - 1
-    # heaps: backwards first, then the oldest
+    # ready tasks of each rank as a heap: backwards first, then the oldest microbatch
     ready: list[list[tuple[bool, int, Task]]] = [[] for _ in range(num_ranks)]
     ranks: list[list[Task]] = [[] for _ in range(num_ranks)]
 

@@ -19,9 +19,9 @@ def interleaved(
 
     Bubble (p-1)(F+B)/V; peak activations p + (h-1)(p-1)/V at most (units: one microbatch through
     1/p of the model). p = num_ranks, V = num_chunks, h = warmup_hops in [1, 2]: rank r's warm-up is
-    floor(h(p-1-r)) + (V-1)p chunks. h = 2 hides transfers, h = 1 holds p activations.
+    floor(h(p-1-r)) + (V-1)p forwards of chunks. h = 2 hides transfers, h = 1 holds p activations.
     ScheduleError unless num_microbatches is a multiple of p.
-    Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2; h by simulation.
+    Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2 (h = 2); other h by simulation.
     """
     require_at_least("interleaved", "num_chunks", num_chunks, 1)
     require_multiple_of_ranks("interleaved", num_microbatches, num_ranks)
@@ -40,8 +40,8 @@ def alternating(
     """Return the schedule of ranks that alternate forwards and backwards after a warm-up.
 
     Rank r's warm-up is floor(h(p-1-r)) + (V-1)p forwards of chunks, with h = warmup_hops. Backwards
-    run the chunks from the last to the first. is_split: backwards are split; on rank r the W of an
-    I runs h*r backwards after it.
+    run the chunks from the last to the first. is_split: each backward is an I, and on rank r
+    its W follows floor(h*r) backwards later, or earlier with few microbatches.
 
     >>> [" ".join(map(str, tasks)) for tasks in alternating("1f1b", 2, 2).ranks]
     ['0F0 0F1 0B0 0B1', '1F0 1B0 1F1 1B1']
@@ -54,7 +54,7 @@ def alternating(
         kind: Kind = "I" if is_split else "B"
         backwards = [Task(last - stage, kind, m) for stage, _, m in forwards]
         warmup = hops_floor(name, warmup_hops, num_ranks - 1 - r) + (num_chunks - 1) * num_ranks
-        # with few microbatches a delay above r would only move W past the other ranks' end
+        # with few microbatches, a delay above r would only make the rank end after the others
         delay = min(int(warmup_hops * r), r + max(0, total - num_ranks)) if is_split else total
         tasks = forwards[:warmup]
         for k, backward in enumerate(backwards):
@@ -68,7 +68,7 @@ def alternating(
 
 
 def chunk_order(num_microbatches: int, num_chunks: int, group_size: int) -> list[tuple[int, int]]:
-    """Return (chunk, microbatch) of a rank's forwards in order: each group through all chunks.
+    """Return (chunk, microbatch) of a rank's forwards in order: group by group, chunk by chunk.
 
     >>> chunk_order(4, 2, 2)
     [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3)]

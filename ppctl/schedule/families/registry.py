@@ -3,9 +3,9 @@
 A new family needs one file in this folder with a generator and its record (`FAMILIES`),
 conf/schedule/<name>.yaml and a golden file.
 
-Left out: Chimera and DualPipe, which hold each stage on two ranks. `rank_of` gives a stage one
-rank, and a second copy would be a special case in validation, transfers and memory. DualPipeV holds
-one copy.
+Left out: Chimera and DualPipe, which hold each stage on two ranks. `Schedule.rank_of` has one rank
+for each stage, and a second copy would be a special case in validation, transfers and memory.
+DualPipeV holds each stage once.
 """
 
 import inspect
@@ -38,7 +38,7 @@ def _discover() -> dict[str, Family]:
 FAMILIES = _discover()
 BASELINE = "1f1b"  # family for one rank, and for ties of equal schedules
 
-# families that executor=spmd runs; those among them with forward-backward ticks
+# names of the families that executor=spmd runs, and of those that it runs in forward-backward ticks
 ON_RING = tuple(family.name for family in FAMILIES.values() if family.runs_on_ring)
 LOOPED_WHOLE = tuple(name for name in ON_RING if runs_in_fb_ticks(FAMILIES[name].sample))
 

@@ -33,7 +33,7 @@ def waves(num_ranks: int, num_waves: int) -> tuple[int, ...]:
 
 
 class RankProgram:
-    """The program of a rank with a stage on the way `down` and one `up`; it counts microbatches.
+    """A rank's program as it is built: a stage on the way `down` the ranks, one on the way `up`.
 
     >>> program = RankProgram(down=0, up=3)
     >>> program.add(2, "F down")
@@ -45,13 +45,14 @@ class RankProgram:
     def __init__(self, down: int, up: int) -> None:
         self.stage = {"down": down, "up": up}
         self.count: Counter[str] = Counter()  # tasks by kind and way; a B counts as an I and a W
-        self.pending: list[str] = []  # ways of each I whose W is missing, oldest first
+        self.pending: list[str] = []  # way of each I without its W so far, oldest first
         self.tasks: list[Task] = []
 
     def add(self, times: int, *steps: str) -> None:
-        """Append `steps`, such as "F down", `times` times, each for its next microbatch.
+        """Append `steps`, such as "F down", `times` times; each step takes its next microbatch.
 
-        A step "W" without a way is the oldest missing weight gradient.
+        A step is a kind and a way. "W" without a way is the weight gradient of the oldest I whose W
+        has not been added.
         """
         for _ in range(times):
             for step in steps:

@@ -47,12 +47,12 @@ def interleaved_zb(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2
 
 
 def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Return ZB-V: two chunks a rank in a V; no rank idles, or holds more than p activations.
+    """Return ZB-V: two chunks a rank in a V, no idle time between tasks, p activations at most.
 
-    Makespan m(F+I+W) + (p-1)F/2 at F = I = W and m >= p; period m(F+I+W) at m >= 2p-1, and
-    (p-1)(I-W) longer for I >= F >= W. Peak activations min(m, p) on every rank. p = num_ranks.
-    For m < 2p-1 it is the schedule of 2p-1 microbatches without those above m; weight gradients
-    move into their gaps.
+    Makespan m(F+I+W) + (p-1)F/2 at F = I = W and m >= p; period m(F+I+W) + (p-1)(I-W) for
+    I >= F >= W and m >= 2p-1. Peak activations min(m, p) on every rank. p = num_ranks.
+    For m < 2p-1 the schedule is that of 2p-1 microbatches, without the tasks of the last 2p-1-m;
+    weight gradients move into the gaps.
     Source: Qi et al. 2023, arXiv 2401.10241, section 6 and figure 6.
     """
     full = max(2 * num_ranks - 1, num_microbatches)
@@ -71,7 +71,7 @@ def _zb_v_steps(r: int, num_ranks: int, num_microbatches: int) -> tuple[Task, ..
     program.add(2 * (num_ranks - r) - 1, "F down")
     program.add(r, "F up", "F down")
     program.add(num_ranks - r, *up)
-    # steady state: six tasks a microbatch, no rank waits; then the same without new microbatches
+    # steady state: six tasks a microbatch without waits; then the same without new microbatches
     program.add(num_microbatches - program.count["F down"], "F down", *back_down, *up)
     program.add(num_microbatches - program.count["F up"], *back_down, *up)
     # cool-down: input gradients first, weight gradients fill the gaps
@@ -83,7 +83,7 @@ def _zb_v_steps(r: int, num_ranks: int, num_microbatches: int) -> tuple[Task, ..
 
 
 def _priority(ranks: tuple[tuple[Task, ...], ...], num_microbatches: int) -> list[list[list[int]]]:
-    """Return the step of each F and I as the priority[rank][line][microbatch] of `squeezed`."""
+    """Return the step of each F and I, as priority[rank][line][microbatch] for `squeezed`."""
     found: list[list[list[int]]] = []
     for r, tasks in enumerate(ranks):
         step = {task: t for t, task in enumerate(tasks)}

@@ -1,8 +1,9 @@
-"""Contiguous parts of a row: the least possible largest part, the most equal parts under a cap.
+"""Divide a row of costs into contiguous parts: least largest cost, most equal costs under a cap.
 
-Arguments of the functions: sums: the sum of costs before each position of the row. ends: a fixed
-cost of each part. least: the minimum length of each part. `clusters` divides the operations of a
-model by both aims (Zheng et al. 2022, OSDI, section 5.2).
+`least_cap` minimizes the cost of the largest part, `most_equal` finds the most equal parts under a
+cap, and `clusters` divides a model's operations with both (Zheng et al. 2022, OSDI, section 5.2).
+Arguments: sums: the sum of costs before each position of the row, then the total. ends: a fixed
+cost of each part, on top of its positions. least: the minimum length of each part.
 """
 
 from bisect import bisect_left
@@ -12,12 +13,12 @@ from math import inf
 
 from ppctl.errors import ConfigError, setting
 
-STEPS = 60  # steps of a bisection, to the accuracy of a float
-TOLERANCE = 0.1  # relative excess of a cluster's cost over the least largest one
+STEPS = 60  # number of steps of a bisection, enough for the accuracy of a float
+TOLERANCE = 0.1  # largest excess of a cluster's cost, relative to the least largest cost
 
 
 def least_cap(sums: Sequence[float], ends: Sequence[float], least: Sequence[int]) -> float:
-    """Return the least cap on the cost of a part that lets parts cover the row.
+    """Return the least cost of the largest part, over all divisions of the row.
 
     >>> round(least_cap([0, 1, 2, 4], ends=(0, 0), least=(1, 1)), 9)
     2.0
@@ -50,7 +51,7 @@ def most_equal(
     cap: float,
     passing: Sequence[float],
 ) -> list[int] | None:
-    """Return the starts of parts, and the end, with the least sum of `passing`.
+    """Return the division with the least sum of `passing`: the start of each part, then the end.
 
     Ties: the least sum of squared costs, then later starts. None if no parts cost at most `cap`.
     passing: the size of the values that cross a cut at each position; inf: no cut there.
@@ -87,7 +88,7 @@ def most_equal(
 def clusters(
     costs: Sequence[float], crossing: Sequence[float], count: int, *, tolerance: float = TOLERANCE
 ) -> tuple[int, ...]:
-    """Return the index of the first operation of each of `count` clusters, and the end.
+    """Return the first operation's index of each of `count` clusters, then len(costs).
 
     crossing[b]: the size of the values that a cluster starting at operation b receives; inf: no
     start. No cluster costs more than 1 + tolerance times the least possible largest one. Within

@@ -1,4 +1,4 @@
-"""Partitions by cost: with the least largest stage, or with the shortest simulated step.
+"""Partitions by cost: the least cost of the costliest stage, or the shortest simulated step.
 
 Standard library only. Distance of the results from the optimum: docs/derivations.md.
 """
@@ -21,7 +21,7 @@ from ppctl.schedule.partition.partition import (
 # detours of `improved`: with 0 the step is 0.5% to 1.6% above the fastest on average, up to 18%;
 # with 8 up to 6%
 DETOURS = 4
-MAX_EVENED = 20_000  # most partitions tried to even out ranks; 128 stages have 16,256 moves
+MAX_EVENED = 20_000  # most partitions tried to equalize ranks; 128 stages have 16,256 moves
 
 
 def divided_evenly(
@@ -29,10 +29,10 @@ def divided_evenly(
 ) -> Partition:
     """Return contiguous layers of each stage that minimize the largest of `stage_costs`.
 
-    layers, embed, head: costs in one unit; equal layers are left to `balanced`. rank_of: the rank
-    of each stage. Ties with one stage a rank: costs as equal as possible, then smaller later
-    stages. Ties with several: a small largest sum over a rank's stages, then nearly equal costs (no
-    move of one layer makes them more equal).
+    layers, embed, head: costs in one unit; `balanced` divides equal layers. rank_of: the rank of
+    each stage. Ties if each rank has one stage: costs as equal as possible, then smaller later
+    stages. Ties if ranks have several: a small largest sum over a rank's stages, then nearly equal
+    costs. Both are minimal as far as moves of one layer can reduce them.
 
     >>> [len(stage) for stage in divided_evenly([1.0, 1.0, 2.0], (0, 1), embed=0.0, head=0.0)]
     [2, 1]
@@ -80,10 +80,10 @@ def improved(
     """Return a partition that no move of one layer makes faster, or the fastest of `max_tried`.
 
     A move takes a layer from one stage to another and shifts the layers between by one stage. The
-    search tries the moves of the fastest partition left, promising ones first. As soon as a move
-    gives a new fastest partition, the search goes on from that one.
+    search takes the fastest partition with untried moves and tries them, promising ones first. As
+    soon as a move gives a new fastest partition, the search goes on from that one.
     step_s: seconds of a step, such as the simulated makespan, or another key to minimize.
-    num_detours: number of partitions in a row whose moves may all fail before the search ends.
+    num_detours: most slower partitions to go on from once the fastest one's moves have all failed.
 
     >>> [len(held) for held in improved((range(3), range(3, 4)), lambda p: len(p[0]), max_tried=9)]
     [0, 4]
@@ -91,7 +91,7 @@ def improved(
     needs, best, known = least_layers(len(partition)), step_s(partition), {partition}
     waiting, detours = [(best, 0, partition)], 0  # the number breaks ties: older ones first
     while waiting and detours <= num_detours:
-        # 1. the fastest partition that is left
+        # 1. the fastest partition with untried moves
         seconds, number, start = heappop(waiting)
         detours += 1
         # 2. its moves, until one is faster than all
@@ -116,7 +116,7 @@ def improved(
 
 
 def _promising_first(sizes: list[int]) -> list[tuple[int, int]]:
-    """Return all moves; first those from large stages, to small ones, or with the first or last.
+    """Return all moves; first those from a large stage, to a small one, or with an end stage.
 
     >>> _promising_first([2, 2, 3, 2])[:2]
     [(0, 1), (1, 0)]

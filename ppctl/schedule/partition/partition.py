@@ -1,7 +1,7 @@
 """Partitions: the layers of each stage. Standard library only.
 
-A middle stage needs a layer. The first stage, which embeds, and the last, which computes the loss,
-may be without layers.
+Each middle stage has at least one layer. The first stage, which embeds, and the last, which
+computes the loss, may have none.
 """
 
 import math
@@ -14,7 +14,7 @@ from ppctl.errors import ConfigError, setting
 
 Partition = tuple[range, ...]
 LETTERS = "E embedding, t layer, L loss, | next stage"  # legend of Megatron-LM's layout text
-MAX_LETTERS = 100_000  # letters of an expanded text; more is a typing error
+MAX_LETTERS = 100_000  # most letters of an expanded layout text; more is a typing error
 
 _TERM = re.compile(r"\((?P<group>[^()]+)\)\*(?P<times>\d+)|(?P<letter>[EtmL|])(\*(?P<repeat>\d+))?")
 
@@ -73,9 +73,9 @@ def balanced(num_layers: int, rank_of: Sequence[int], *, embed: float, head: flo
     """Return contiguous layers for each stage that minimize the largest of `stage_costs`.
 
     rank_of: the rank of each stage. Ties: the least largest sum over a rank's stages, then costs as
-    equal as possible, then larger stages first, or last if ranks hold several. The minimum is
-    exact; proof, and distance from the fastest partition: docs/derivations.md, "Balanced partitions
-    of equal layers".
+    equal as possible, then larger stages first, or last if ranks hold several. The largest cost is
+    minimal. Proof, and distance from the fastest partition: docs/derivations.md, "Balanced
+    partitions of equal layers".
 
     >>> [len(layers) for layers in balanced(10, (0, 1, 2, 3), embed=0.0, head=1.6)]
     [3, 3, 3, 1]
@@ -109,7 +109,7 @@ def balanced(num_layers: int, rank_of: Sequence[int], *, embed: float, head: flo
 def _most(
     num_layers: int, ends: Sequence[float], least: Sequence[int], most: Sequence[int]
 ) -> list[int]:
-    """Return the most layers of each part under the least feasible cap on layers + ends."""
+    """Return each part's largest size under the least cap on size + end that fits all layers."""
 
     def under(cap: float) -> list[int]:
         return [min(limit, _layers_under(cap, end)) for limit, end in zip(most, ends, strict=True)]
@@ -133,7 +133,7 @@ def _layers_under(cap: float, end: float) -> int:
 
 
 def explicit(num_layers: int, num_stages: int, layers: Sequence[int] | str) -> Partition:
-    """Return the partition that `layers` states: a number a stage, or Megatron-LM's layout text.
+    """Return the partition in `layers`: a number for each stage, or Megatron-LM's layout text.
 
     In the text, | separates stages, E is the embedding, t a layer, L the loss; x*n repeats a
     letter, (...)*n a group; commas and blanks are ignored. Source: Megatron-LM,
@@ -189,9 +189,9 @@ def layout_text(sizes: Sequence[int]) -> str:
 
 
 def stages_text(sizes: Sequence[int], vocab_parts: int = 0) -> str:
-    """Return the stages' layers as text: a number if equal, else Megatron-LM's layout text.
+    """Return the stages' sizes as text: one number if equal, else Megatron-LM's layout text.
 
-    vocab_parts: parts of a divided vocabulary, then without E and L; 0: the vocabulary is whole.
+    vocab_parts: number of vocabulary parts. 0: the vocabulary is whole; else E and L are left out.
 
     >>> stages_text([4, 4]), stages_text([3, 2, 1])
     ('2 of 4 layers each', 'Et*3|tt|tL (E embedding, t layer, L loss, | next stage)')

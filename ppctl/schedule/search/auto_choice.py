@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ppctl.schedule.ir import Schedule
 
-NO_GAP = 1e-9  # relative gap; smaller ones are rounding errors
+NO_GAP = 1e-9  # relative gap up to which a schedule is proven shortest; rounding error
 GIB = 2**30
 
 
@@ -27,13 +27,13 @@ class Choice:
     cap: float | None  # activations a rank
     lower_bound_s: float  # least seconds of any order under the cap, on the placements tried
     num_published: int  # published schedules compared: each family with each choice of knobs
-    num_blocks: tuple[int, int]  # numbers of building blocks: squeezed, near or below the cap
+    num_blocks: tuple[int, int]  # number of building blocks squeezed; near or below the cap
     limit_bytes: float | None = None  # bytes a rank
     held_bytes: int | None = None  # bytes of best's fullest rank; None without limit_bytes
 
     @property
     def cap_text(self) -> str:
-        """Return the cap as text; after a cap in bytes follow the bytes that `best` holds."""
+        """Return the cap as text; a cap in bytes is followed by the bytes that `best` holds."""
         if self.limit_bytes is None or self.held_bytes is None:
             return f"{self.cap:.5g} activations"
         return f"{self.limit_bytes / GIB:.5g} GiB ({self.held_bytes / GIB:.5g} GiB held)"

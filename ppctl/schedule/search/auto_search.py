@@ -28,7 +28,7 @@ from ppctl.schedule.search.hill_climbing import climb
 from ppctl.schedule.search.placement_costs import CostsOf, Ledger, Placed
 from ppctl.schedule.validation import validate
 
-MOST_TASKS = 400_000  # tasks of a searched schedule; above, the search takes minutes
+MOST_TASKS = 400_000  # most tasks of a searched schedule; with more, the search takes minutes
 SQUEEZED_TASKS = 3_000_000  # budget for squeezed blocks, in tasks: about 12 s
 FILLED_TASKS = 3_000_000  # budget for one round of greedy runs, in tasks: about 12 s
 NUM_FILLED, NUM_CLIMBED = 12, 6  # numbers of best schedules to rerun greedily, and to climb from
@@ -89,7 +89,7 @@ def choose(
                 "stages as the costs have entries. Give one for each of "
                 f"{num_ranks}, {2 * num_ranks}, ... stages, or numbers."
             )
-        raise search.refusal  # error of the first placement
+        raise search.refusal  # error of the first refused placement
     # 3. greedy runs of the published schedules, building blocks, hill climbing
     if makespan_s is None and search.may_fit and not search.is_proven:
         search.fill_all()
@@ -136,7 +136,8 @@ class _Search:
         self.found: list[_Start] = []  # schedules within the cap
         self.priorities: list[tuple[str, Jobs]] = []  # orders for greedy runs; may exceed the cap
         self.bounds_s: list[float] = []  # lower bounds in seconds; infinite: no microbatch fits
-        self.smallest = math.inf, ""  # memory of the fullest rank, and label, of the smallest
+        # (memory of the fullest rank, label) of the schedule that needs the least memory
+        self.smallest = math.inf, ""
         self.num_blocks = 0, 0
         self.refusal: ConfigError | None = None  # error of the first refused placement
         self.placed: dict[tuple[int, ...], Placed | None] = {}
@@ -153,7 +154,7 @@ class _Search:
         return bool(self.found) and least_s <= min(self.bounds_s) * (1 + NO_GAP)
 
     def placement(self, rank_of: tuple[int, ...]) -> Placed | None:
-        """Return the costs of a placement; None if the model refuses it."""
+        """Return the costs of a placement; None if they raise ConfigError (see `refusal`)."""
         if rank_of not in self.placed:
             self.placed[rank_of] = None
             try:
@@ -214,7 +215,7 @@ class _Search:
             self._fill(label, jobs, jobs.first)
 
     def squeeze_blocks(self, num_ranks: int, num_microbatches: int) -> None:
-        """Add V-shaped building blocks squeezed under the cap, those nearest to it first."""
+        """Add V-shaped building blocks, squeezed under the cap; those nearest to the cap first."""
         placed = self.placement(v_shape(num_ranks))
         if placed is None:
             return
@@ -226,7 +227,7 @@ class _Search:
         excess = {block: steady_excess(block, ledger, limit) for block in blocks(num_ranks)}
         within = [block for block, above in excess.items() if above <= more]
         within.sort(key=lambda block: (abs(excess[block]), block))
-        # 2. as many of them as the budget allows
+        # 2. squeeze as many of them as the budget allows
         jobs = v_jobs(num_ranks, num_microbatches, placed.costs, ledger)
         tried = within[: max(2, SQUEEZED_TASKS // (len(SQUEEZE_PATIENCE) * len(jobs.tasks)))]
         self.num_blocks = (len(tried), len(within))
@@ -236,7 +237,7 @@ class _Search:
                 self._add(f"V block {number}", jobs, orders)
 
     def improve(self) -> None:
-        """Add greedy runs of the best so far, then climbs of the best of all."""
+        """Add greedy runs of the best schedules so far, then hill climbs from the best of all."""
         affordable = self._affordable(FILLED_TASKS, 2 * len(GREEDY_PATIENCE))
         for start in self._best(min(NUM_FILLED, affordable)):
             self._fill(start.label, start.jobs, start.orders)
@@ -260,7 +261,7 @@ class _Search:
         return Choice(candidates[0], candidates, self.cap, *tried, self.limit_bytes, held)
 
     def _too_little(self, num_ranks: int, num_microbatches: int) -> ScheduleError:
-        """Return the error for a cap that nothing fits; it names the schedule of least memory."""
+        """Return the error if no schedule fits the cap; it names the schedule of least memory."""
         (least, label), unit = self.smallest, ""
         asked, name = self.cap, "schedule.max_activations"
         if self.limit_bytes is not None:
@@ -298,7 +299,7 @@ class _Search:
                 self._add(label, jobs, filled)
 
     def _affordable(self, budget: int, runs_each: int) -> int:
-        """Return the number, at least 2, of median-sized schedules that `budget` tasks allow."""
+        """Return the number (2 or more) of median-sized schedules to run within `budget` tasks."""
         num_tasks = statistics.median(len(jobs.tasks) for _, jobs in self.priorities)
         return max(2, int(budget / (runs_each * num_tasks)))
 

@@ -19,8 +19,8 @@ from ppctl.schedule.search.choosing_ranks import ChoosingRanks
 from ppctl.schedule.search.placement_costs import Ledger
 
 PERIOD = 6  # ticks of a microbatch on every rank: F, I and W of two chunks
-# lines of a rank's pattern, in a microbatch's order: F and I of its two stages, one on the way down
-# the ranks, one on the way back up
+# lines of a rank's pattern, in the order of a microbatch: F and I of the rank's two stages, where
+# DOWN is the stage on the way down the ranks, UP the one on the way back up
 F_DOWN, F_UP, I_UP, I_DOWN = range(4)
 # kind and way of each line, with the weight gradients last
 LINES: tuple[tuple[Kind, str], ...] = (
@@ -28,12 +28,12 @@ LINES: tuple[tuple[Kind, str], ...] = (
     *(("W", "up"), ("W", "down")),
 )
 WEIGHT_GRADS = {I_UP: 4, I_DOWN: 5}  # line of W for each line of I
-Block = tuple[tuple[int, int, int, int], ...]  # [rank]: ticks of F down, F up, I up, I down
-STEPS = range(1, PERIOD)  # ticks from a rank to the next on the way down; one tick on the way up
+Block = tuple[tuple[int, int, int, int], ...]  # [rank]: ticks of lines 0 to 3
+STEPS = range(1, PERIOD)  # possible ticks from a rank to the next on the way down; on the way up: 1
 
 
 def blocks(num_ranks: int) -> Iterator[Block]:
-    """Yield the distinct building blocks whose ranks never run two of their four lines at once.
+    """Yield the distinct building blocks; a rank's four lines never share a tick.
 
     See docs/derivations.md, "Building blocks of V-shaped schedules".
 
@@ -77,7 +77,7 @@ def steady_excess(block: Block, ledger: Ledger, limit: float) -> float:
 
 
 def _steps(num_ranks: int) -> Iterator[tuple[int, ...]]:
-    """Yield the ticks between neighbours on the way down: all equal, or smaller from a rank on."""
+    """Yield the ticks between neighbours on the way down: all equal, or fewer after a rank."""
     for first in STEPS:
         yield (first,) * (num_ranks - 1)
         for second in range(1, first):
@@ -136,17 +136,17 @@ def squeeze(
     *,
     reorder: bool = True,
 ) -> Orders | None:
-    """Return the orders of ranks that run F and I by `priority[rank][line][microbatch]`.
+    """Return the orders of simulated ranks that run F and I by `priority[rank][line][microbatch]`.
 
-    The lowest priority runs first. The result is None if the pattern cannot run under the cap.
+    The task of the lowest number runs first. None if the pattern cannot run under the cap.
 
     Args:
         jobs: `v_jobs` at the costs of the run.
         cap: most memory of a rank, in the units of the jobs' ledger.
         patience: share of a weight gradient's time that a rank waits for its next task, instead of
             running the weight gradient.
-        reorder: whether a rank may run a later task if its next one is not ready. It may before
-            rank 0's first backward and after the rank's last F down, as in the paper.
+        reorder: whether a rank may run a later task while its next one is not ready: before rank
+            0's first backward and after the rank's last F down, as in the paper.
     """
     ranks = ChoosingRanks(jobs)
     patterns = [_Pattern(jobs, ranks, r, of_rank, cap) for r, of_rank in enumerate(priority)]
@@ -171,9 +171,9 @@ def squeezed(
     *,
     reorder: bool = True,
 ) -> Schedule:
-    """Return the schedule of a pattern squeezed under `cap`, in chunks of activations.
+    """Return the V schedule of a pattern, squeezed at the papers' costs (see `squeeze`).
 
-    The ranks run at the papers' costs.
+    cap: most activations of a rank, in microbatches through a chunk.
     """
     jobs = v_jobs(len(priority), num_microbatches, Costs())
     orders = squeeze(jobs, priority, cap, reorder=reorder)
@@ -182,7 +182,7 @@ def squeezed(
 
 
 class _Pattern:
-    """The state of a rank in a squeeze: its microbatch in each line, its memory."""
+    """The state of one rank in a squeeze: its next microbatch in each line, and its memory."""
 
     def __init__(
         self, jobs: Jobs, ranks: ChoosingRanks, r: int, priority: Sequence[Sequence[int]], cap: int
@@ -205,7 +205,8 @@ class _Pattern:
     ) -> tuple[int | None, float]:
         """Return (task to run, now_s), or (None, time of the next try in seconds).
 
-        warm: rank 0 has run no backward yet. cool: later lines may run after the last F down.
+        The rank runs the line whose task is first by priority. warm: it may run any other line
+        (rank 0 has run no backward yet). cool: it may run another line of I after its last F down.
         """
         # 1. the first line whose task is ready and fits; later lines only if warm or cool
         cool = cool and self.at[F_DOWN] == self.num_microbatches

@@ -14,7 +14,7 @@ WINDOW = 48  # next tasks that a greedy rank searches for a ready one
 
 
 class ChoosingRanks:
-    """Simulated free-running ranks. A function, see `run`, chooses the next task of each."""
+    """Simulated free-running ranks. A function, passed to `run`, chooses each rank's next task."""
 
     def __init__(self, jobs: Jobs):
         self.jobs = jobs
@@ -111,7 +111,7 @@ class _Greedy:
         if may_start and not (self.weight_grads_last and jobs.tasks[head].kind == "W"):
             return 0, now_s
         # 2. the first later task that is ready and delays the first within `patience`
-        ahead = most = 0  # memory of the overtaken tasks, at their end and at their peak
+        ahead = most = 0  # memory that the overtaken tasks add: at their end, at their peak
         later_s = NEVER if blocked else head_s
         for place, task in enumerate(order[:WINDOW]):
             overtakes = place > 0 and not (may_start and jobs.tasks[task].kind == "W")
@@ -129,7 +129,8 @@ class _Greedy:
     def _has_room(self, rank: int, task: int, most: int = 0) -> bool:
         """Return whether a task fits ahead of overtaken tasks that add `most` at their peak.
 
-        If the rank's order exceeds the cap, forwards leave room for an I, or ranks could get stuck.
+        If the rank's order exceeds the cap, forwards leave room for an I; otherwise ranks could
+        get stuck.
         """
         jobs, takes = self.jobs, self.jobs.rise[task]
         if self.fits[rank]:

@@ -1,9 +1,9 @@
-"""Hill climbing: move tasks on the critical path within their rank's program, if the step shortens.
+"""Hill climbing: move tasks of the critical path within a rank's program if this shortens the step.
 
-The critical path is a chain of tasks, each waiting for the one before, as long as the step. If two
-successive tasks of the chain are neighbours on a rank, the second waits for the rank, not for a
-value. Only moving this second task ahead, or the first one back, can shorten the chain on the rank
-(van Laarhoven et al. 1992, Operations Research 40(1), on job shops).
+The critical path is a chain of tasks, each waiting for the one before, that lasts the whole step.
+If two successive tasks of the chain are neighbours on a rank, the second waits for the rank, not
+for a value. Only moving this second task ahead, or the first one back, can shorten the chain on the
+rank (van Laarhoven et al. 1992, Operations Research 40(1), on job shops).
 """
 
 import random
@@ -12,13 +12,13 @@ from itertools import pairwise
 
 from ppctl.schedule.execution_order import Jobs, Orders, TimedOrders
 
-AHEAD = (1, 2, 3, 4, 6, 9)  # steps that a pair's second task moves ahead
-BACK = (2, 3, 4, 6, 9, 14)  # steps that its first task moves back (1 is the same as 1 ahead)
+AHEAD = (1, 2, 3, 4, 6, 9)  # numbers of steps by which a pair's second task moves ahead
+BACK = (2, 3, 4, 6, 9, 14)  # numbers of steps by which its first task moves back; 1 equals 1 ahead
 LEAST_GAIN = 1e-9  # gain relative to the makespan; less is rounding
 
 
 def climb(jobs: Jobs, orders: Orders, cap: int, budget: int) -> tuple[float, Orders]:
-    """Return (makespan in seconds, orders) once no move shortens it, or `budget` tasks were timed.
+    """Return (makespan in seconds, orders) when no move shortens it or `budget` tasks were timed.
 
     orders: a valid start, within the cap on each rank's memory. The result is the same on every
     process.
@@ -34,7 +34,10 @@ def climb(jobs: Jobs, orders: Orders, cap: int, budget: int) -> tuple[float, Ord
 def _first_better(
     jobs: Jobs, orders: Orders, run: TimedOrders, cap: int, until: int, choose: random.Random
 ) -> tuple[TimedOrders, Orders] | None:
-    """Return the first shorter result of a move; None without one, or once jobs.spent >= until."""
+    """Return (times, orders) after the first move that shortens the step.
+
+    None if no move does, or once jobs.spent >= until.
+    """
     # 1. pairs of neighbours on the critical path
     limit_s = run.makespan_s * (1 - LEAST_GAIN)
     step = [0] * len(jobs.tasks)

@@ -31,12 +31,12 @@ class Placed:
     pending_bytes: OfStages | None = None
 
     def anywhere(self, rank_of: tuple[int, ...]) -> Placed:
-        """Return these costs for any placement. As a function it is a `CostsOf`."""
+        """Return these costs, whatever the placement; `self.anywhere` is a `CostsOf`."""
         del rank_of
         return self
 
     def check(self, num_stages: int) -> None:
-        """Raise ConfigError unless each tuple has one entry a stage."""
+        """Raise ConfigError unless each tuple has one entry for each stage."""
         self.costs.check(num_stages)
         if self.pending_bytes is not None:
             replace(self.costs, activation_bytes=self.pending_bytes).check(num_stages)
@@ -57,7 +57,7 @@ class Placed:
         return Ledger(held, stash, tuple(math.ceil(pending.stage_bytes(s, chunks)) for s in stages))
 
 
-# function from the rank of each stage to the costs; may raise ConfigError
+# function from the rank of each stage to costs and memory; may raise ConfigError
 CostsOf = Callable[[tuple[int, ...]], Placed]
 
 
@@ -85,7 +85,7 @@ class Ledger:
         return self.pending[stage] if kind == "I" and self.pending is not None else 0
 
     def change(self, stage: int, kind: str) -> int:
-        """Return the change of a rank's memory after a task has ended, in the ledger's units."""
+        """Return the change of a rank's memory from before a task to after it, in ledger units."""
         if kind not in KINDS:
             return 0
         stash, pending = self.stash[stage], self.stash[stage]  # by default the stash stays until W
@@ -121,9 +121,9 @@ class Ledger:
 
 
 def peak_activations(schedule: Schedule) -> tuple[float, ...]:
-    """Return each rank's peak activations. Unit: one microbatch's in 1/p of the model.
+    """Return each rank's peak activations, in microbatches through 1/p of the model.
 
-    If ranks have V chunks, one microbatch's activations in a chunk count 1/V.
+    If ranks have V chunks, a microbatch's activations in one chunk count as 1/V.
 
     >>> from ppctl.schedule.families.one_f_one_b import one_f_one_b
     >>> peak_activations(one_f_one_b(3, 8))
@@ -137,13 +137,13 @@ class LayerBytes:
     """Bytes of a model's pieces on ranks of executor=mpmd, without temporaries."""
 
     layer: float = 0.0  # bytes of a layer at all times
-    padded: float = 0.0  # bytes of a layer's padded state: every stage counts as the largest
+    padded: float = 0.0  # bytes a layer of padded state: stages are padded to the largest
     stash: float = 0.0  # bytes that a layer's forward keeps
     pending: float | None = None  # bytes that I hands to W instead; None: the stash stays until W
     stage_stash: float = 0.0  # bytes of a microbatch that a stage keeps besides its layers' stashes
     embed: float = 0.0  # bytes of the first stage's rank at all times
     head: float = 0.0  # bytes of the last stage's rank at all times
-    rank: float = 0.0  # bytes of every rank at all times, on top of the others
+    rank: float = 0.0  # bytes of every rank at all times, on top of the fields above
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class LayerCosts:
     split: bool = False
 
     def on(self, rank_of: tuple[int, ...]) -> Placed:
-        """Return the costs on a placement. As a function it is a `CostsOf`."""
+        """Return the costs on a placement; `self.on` is a `CostsOf`."""
         # 1. costs and memory of stages
         partition, held = self.divide(rank_of), self.bytes
         how = {"keeps_input": self.keeps_input, "split": self.split}

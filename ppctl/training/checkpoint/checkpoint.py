@@ -33,7 +33,7 @@ from ppctl.training.checkpoint.manifest import (
 from ppctl.training.checkpoint.orbax_io import error_reason
 
 T = TypeVar("T")
-SAVE_TIMEOUT_S = 300  # seconds; terabytes take minutes, and a failed process delays the rest
+SAVE_TIMEOUT_S = 300  # seconds, enough for terabytes; if a process fails, the others wait as long
 
 
 class Checkpoints:
@@ -47,7 +47,7 @@ class Checkpoints:
         keep: Number of newest checkpoints that a save keeps. None opens for reading only, safe
             while another job writes: nothing is created or removed.
         keep_every: Also keep the checkpoints whose step is a multiple of this; None: no others.
-        gather: Returns the texts of all processes, by process.
+        gather: Takes a text of this process; returns those of all processes, in process order.
         saved: Called with the step when a save has finished.
 
     Raises:
@@ -70,7 +70,7 @@ class Checkpoints:
         self._checkpointer: ocp.training.Checkpointer | None = None
         self._pending: tuple[int, Any] | None = None  # step and Orbax's response of a save
         self._current: int | None = None  # the step whose state was last saved or restored
-        self._aside = set[int]()  # renamed steps; a shared directory may list them for a while
+        self._aside = set[int]()  # renamed steps, which a shared directory may still list
         orbax_io.silence_orbax()
         if keep is None:
             return
@@ -119,11 +119,11 @@ class Checkpoints:
         digested = digest(state)
         if not digested.is_finite:
             return False
-        # Written in the background: the caller's mapping may have changed by then.
+        # Copy meta: it is written in the background, when the caller may have changed its mapping.
         manifest = Manifest(step, array_types(state), digested.checksums, dict(meta))
         items = {"state": state, "meta": to_json(manifest)}
         with self._together(partial(self._not_saved, step)):
-            self._probe()  # if Orbax itself fails here, its threads delay exit for minutes
+            self._probe()  # first: if Orbax itself fails, its threads delay exit for minutes
         with self._together(partial(self._not_saved, step)):
             checkpointer = self._checkpointer = self._checkpointer or self._opened()
             self._pending = step, checkpointer.save_checkpointables_async(step, items, force=True)
@@ -191,7 +191,7 @@ class Checkpoints:
         return tuple(sorted(path.name for path in self.directory.glob(f"*.{kind}*")))
 
     def set_aside(self, step: int, kind: str = "damaged") -> str:
-        """Rename the checkpoint of `step` to `<step>.<kind>` or similar; return the new name."""
+        """Rename the checkpoint of `step` to `<step>.<kind>[.<n>]`; return the new name."""
         assert self._keep is not None, "not open for saving"
         names = (f"{step}.{kind}{suffix}" for suffix in ("", *(f".{n}" for n in range(2, 1000))))
         name = next(name for name in names if not (self.directory / name).exists())

@@ -139,7 +139,7 @@ def _words(a: jax.Array) -> jax.Array:
 
 
 def _checksum(a: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (all finite, checksums [2] uint32) in one reduction: three take 3 times as long."""
+    """Return (all finite, checksums [2] uint32) by one reduction; three would take 3x as long."""
     if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
         a = jax.random.key_data(a)
     words = _words(a)
@@ -159,7 +159,7 @@ def _checksum(a: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _mix(x: jax.Array, h: tuple[int, ...]) -> jax.Array:
-    """Apply the bijection h: xors with right shifts and multiplications by odd numbers."""
+    """Return h(x): h holds the right shifts to xor with and the odd factors, alternating."""
     for shift, factor in zip(h[0::2], (*h[1::2], None), strict=True):
         x = x ^ (x >> np.uint32(shift))
         x = x if factor is None else x * np.uint32(factor)

@@ -24,8 +24,8 @@ PASSING = re.compile(
 def contexts(timeout_s: int) -> tuple[ocp.Context, ocp.Context]:
     """Return Orbax's contexts for writing and for reading, with `meta` as a JSON file.
 
-    Each process reads alone: in a joint read, a process that meets a damaged file would leave the
-    others waiting.
+    Each process reads separately: in a joint read, a process that finds a damaged file would leave
+    the others waiting.
     """
     registry = ocp.handlers.local_registry()
     registry.add(ocp.handlers.JsonHandler, checkpointable_name="meta")

@@ -20,15 +20,15 @@ from ppctl.schedule.tick_lowering import Ticks
 from ppctl.training.pipeline.engines.train_states import States
 from ppctl.training.pipeline.pipeline import Pipeline
 
-VALUES = 4  # activations or gradients of a microbatch in transit at a rank at a time
+VALUES = 4  # number of values in transit at a rank, each an activation or gradient
 
 
 @dataclass(frozen=True)
 class ModelCosts:
     """The costs of a model's stages on any placement.
 
-    probe: a pipeline of the model, with any schedule. divide: maps the rank of each stage to the
-    layers of each stage.
+    probe: a pipeline of the model, with any schedule. divide: takes the rank of each stage, returns
+    the layers of each stage.
     """
 
     probe: Pipeline

@@ -206,9 +206,9 @@ class StateChecks:
         return state
 
     def check(self, state: Tree) -> None:
-        """Raise ConfigError for a state of another layout, or one that a step has consumed."""
+        """Raise ConfigError if a state has another layout, or a step has reused its memory."""
         state = _arrays_of(state)
-        if isinstance(self.wanted, tuple) and isinstance(state, tuple):  # drop remote ranks
+        if isinstance(self.wanted, tuple) and isinstance(state, tuple):  # without remote ranks
             pairs = zip(state, self.wanted, strict=False)
             state = tuple(None if wanted is None else part for part, wanted in pairs)
         leaves, tree = jax.tree.flatten(state)
@@ -238,7 +238,7 @@ _MADE: dict[int, tuple[weakref.ref, Any]] = {}
 
 
 def _arrays_of(state: Any) -> Tree:
-    """Return the arrays of a state; with post-validation, those of the attempt."""
+    """Return the arrays of a state; with post-validation the state is an `Attempt`."""
     return state.state if isinstance(state, Attempt) else state
 
 

@@ -25,11 +25,12 @@ EXECUTORS: dict[str, type[Reference]] = {each.name: each for each in (Spmd, Mpmd
 class Execution:
     """The settings of an executor. They change time and memory, not the results of a step.
 
-    remat: the part that the backward recomputes: none | layer | full. unroll: most layers of a
-    device to unroll; more layers are scanned. gather: step | layer, when layers are gathered over
-    fsdp. post_validation (mpmd): each rank updates before the global norm is known, and repeats the
-    update if it must be clipped. fuse (mpmd): none | fb, run an F and a backward of another
-    microbatch as one program. xla_flags: compiler options of every program of a step.
+    remat: the part that the backward recomputes: none | layer | full. unroll: the largest number of
+    layers of a device to unroll; more are scanned. gather: with fsdp, gather all layers at once
+    (step) or each before its use (layer). post_validation (mpmd): each rank updates before the
+    global norm is known, and repeats the update if it must be clipped. fuse (mpmd): none | fb, run
+    an F and a backward of another microbatch as one program. xla_flags: compiler options of every
+    program of a step.
     """
 
     executor: str
@@ -57,9 +58,9 @@ def spmd(**options: Any) -> Spmd:
         options: Settings of the executor; `ppctl train --help executor=spmd` lists all of them with
             their defaults.
             remat: The part that the backward recomputes: none | layer | full.
-            gather: When layers are gathered over fsdp: step | layer.
-            unroll: Most layers of a device to unroll; more layers are scanned.
-            sequence_parallel: With tp, whether to divide the tokens between layers.
+            gather: With fsdp, gather all layers at once (step) or each before its use (layer).
+            unroll: The largest number of layers of a device to unroll; more are scanned.
+            sequence_parallel: With tp, whether activations between layers are divided by tokens.
             xla_flags: auto | traced | none.
 
     Raises:

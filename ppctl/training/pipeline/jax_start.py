@@ -101,7 +101,7 @@ def simulate(num_devices: int) -> None:
         )
     simulated: int = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue] made at run time
     if simulated < num_devices:
-        with contextlib.suppress(RuntimeError):  # JAX has started: make_mesh counts devices
+        with contextlib.suppress(RuntimeError):  # if JAX has started; make_mesh then counts devices
             jax.config.update("jax_num_cpu_devices", num_devices)
 
 

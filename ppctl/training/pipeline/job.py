@@ -57,11 +57,11 @@ class TrainingJob:
     pipe: Pipeline
     sources: Mapping[str, Sources]  # user's code by part: model, data, optim
     counted_stack: Stack | None = None  # model with the requested kernels, if made
-    choice: Choice | None = None  # the candidates of schedule=auto
+    choice: Choice | None = None  # result of the search of schedule=auto
 
     @property
     def settled(self) -> Config:
-        """The config with the compute dtype filled in, which the devices may decide."""
+        """The config with the compute dtype filled in: run.dtype may leave it to the devices."""
         return replace(self.config, run=replace(self.config.run, dtype=str(self.pipe.dtype)))
 
     @property
@@ -257,7 +257,7 @@ def assemble(
 
 
 def _traced_if_profiled(config: Config) -> settings.AnyExecutor:
-    """Return the executor; in profiled runs xla_flags=auto becomes traced, to show tasks."""
+    """Return the executor; with run.profile, xla_flags=auto becomes traced, to show tasks."""
     is_profiled = config.run.profile is not None and config.executor.xla_flags == "auto"
     return replace(config.executor, xla_flags="traced") if is_profiled else config.executor
 
@@ -351,7 +351,7 @@ def open_data(config: Config, *, sizes_only: bool = False) -> DataSet:
         return synthetic(vocab_size=data.vocab_size, num_sequences=data.num_sequences, **how)
     if isinstance(data, settings.Tokens):
         ids = {"dtype": data.dtype, "tokenizer": data.tokenizer, "sizes_only": sizes_only}
-        opened = partial(tokens, **ids)  # reading a whole file may take long
+        opened = partial(tokens, **ids)  # sizes_only, because a whole file may take long to read
         return _held_out(opened, data.path, data.eval_path, vocab_size=data.vocab_size, **how)
     # 3. text
     how |= {"tokenizer": data.tokenizer, "end_token": data.end_token, "packing": data.packing}

@@ -46,7 +46,7 @@ def check_room(pipe: Pipeline) -> None:
 def check_evaluations(run: settings.Run, data: DataSet) -> str | None:
     """Return a note if a run evaluates on fewer batches than the default, else None.
 
-    DataError if fewer examples are held out than it evaluates, or its tokens have no targets.
+    DataError if too few examples are held out, or no token of their batches has a target.
     """
     if run.eval_every is None:
         return None
@@ -65,7 +65,7 @@ def check_evaluations(run: settings.Run, data: DataSet) -> str | None:
 
 
 def check_examples(job: TrainingJob) -> str | None:
-    """Return a note if a custom model was not checked for mixing; ConfigError if it mixes."""
+    """Return a note if a custom model cannot be checked; ConfigError if it mixes examples."""
     model = job.config.model
     if not isinstance(model, settings.CustomModel):
         return None

@@ -116,7 +116,7 @@ def default_dtype(
 
 
 def of_topology(request: Hardware | AutoHardware, topology: str) -> Hardware | None:
-    """Return the hardware of plan.topology; None if unknown (libtpu still knows its TPUs)."""
+    """Return the hardware of plan.topology; None if unknown, such as a TPU only libtpu knows."""
     chip = topology.partition(":")[0]
     return request if isinstance(request, Hardware) and request.name == chip else known().get(chip)
 

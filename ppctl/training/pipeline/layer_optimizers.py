@@ -42,9 +42,9 @@ class LayerOptimizer:
     `init` takes parameters in natural order, None for frozen ones. `update` takes staged parameters
     of all ranks or of one rank. All layers share the counts of steps.
 
-    `optax.apply_if_finite` must decide the same for all layers. So if any gradient of the model is
-    not finite, it gets NaN for all gradients. updates: as in `StackOptions`; the optimizer ignores
-    these parameters.
+    `optax.apply_if_finite` must decide the same for all layers, so it gets NaN for all gradients if
+    any gradient of the model is not finite. updates: as in `StackOptions`; the optimizer ignores
+    the parameters that these functions update.
     """
 
     optimizer: optax.GradientTransformation
@@ -238,7 +238,7 @@ def has_rule(optimizer: optax.GradientTransformation, params: Tree) -> bool:
 def poisoned(
     optimizer: optax.GradientTransformation, params: Tree, grads: Tree, norm: jax.Array
 ) -> Tree:
-    """Return gradients; all NaN for `optax.apply_if_finite` if the model's norm is not finite."""
+    """Return the gradients, or NaN for `optax.apply_if_finite` if the norm is not finite."""
     if not has_state(optimizer, params, optax.ApplyIfFiniteState):
         return grads
     return jax.tree.map(lambda g: jnp.where(jnp.isfinite(norm), g, jnp.nan), grads)

@@ -1,8 +1,8 @@
 """Check that a model computes each example by itself, as training by microbatches requires.
 
 The loss of a few examples is compared with that of the same examples in another order and in two
-halves. The two differ for batch norm, masks and noise drawn by the shape of a batch, losses between
-examples, and means in place of sums.
+halves. These losses differ if the model has batch norm, masks or noise drawn by the shape of a
+batch, losses between examples, or means in place of sums.
 """
 
 import math
@@ -24,7 +24,8 @@ Tree = Any
 NUM_TRIED = 4  # examples in the check
 NEW_PLACES = (1, 2, 3, 0)  # new order: no example keeps its place in its half
 MOST_BYTES = 2**30  # bytes of parameters, which one device holds during the check
-NOISE = 0.05  # noise over parameter size: a head of zeros would hide the layers before it
+# size of the noise relative to the parameters: a head of zeros would hide the layers before it
+NOISE = 0.05
 TOLERANCE = {"float64": 1e-8, "float32": 1e-4, "bfloat16": 5e-3}  # relative rounding of the loss
 
 
@@ -59,7 +60,7 @@ def refuse_mixing(
 def few_examples(
     batch: Mapping[str, Any], shapes: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, np.ndarray]:
-    """Return the first examples of a batch; made-up values for shapes and for remote arrays."""
+    """Return the first examples of a batch; made-up ones if it has shapes or remote arrays."""
     number = min(NUM_TRIED, num_examples(shapes["inputs"]) // 2 * 2)
     batch = {name: batch[name] for name in shapes}
     arrays = jax.tree.leaves(batch)
@@ -70,7 +71,7 @@ def few_examples(
 
 
 def _made_up(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return a sine wave; for integers a pattern of 0 and 1, which are valid ids."""
+    """Return made-up values: a sine wave, or for integers a pattern of 0 and 1 (valid ids)."""
     places = np.arange(math.prod(shape)).reshape(shape)
     is_floating = jnp.issubdtype(dtype, jnp.floating)
     return (np.sin(1.7 * places) if is_floating else places * places // 3 % 2).astype(dtype)

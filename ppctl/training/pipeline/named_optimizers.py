@@ -16,7 +16,7 @@ from ppctl.training.pipeline.update_formulas import names_of
 from ppctl.training.pipeline.user_code import custom_optimizer
 
 Tree = Any
-MANY = 2**30  # skipped updates that optax allows in a row; the training loop stops far earlier
+MANY = 2**30  # skipped updates in a row that optax allows; the training loop stops far earlier
 RATES = ("lr", "min_lr_fraction", "warmup_steps", "lr_schedule", "decay_fraction")
 NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)  # coefficients: Jordan et al. 2024
 MATRIX = MuonDimensionNumbers(-2, -1)  # last dims: inputs, outputs; a dim of experts precedes them
@@ -46,7 +46,7 @@ def make_optimizer(
 
 
 def rates_of(optim: Mapping[str, Any], num_steps: int) -> optax.Schedule:
-    """Return the learning-rate schedule of an optimizer's settings, given by name."""
+    """Return the learning-rate schedule of an optimizer; optim: its settings by name."""
     return learning_rates(num_steps=num_steps, **{name: optim[name] for name in RATES})
 
 

@@ -140,7 +140,10 @@ class NetworkOptimizer:
         return self._packing.pack([*leaves])
 
     def _unpacked(self, stored: Tree, indices: Mapping[int, tuple]) -> Leaves:
-        """Return leaves of optax's state: shared ones, embedding's, head's and these layers'."""
+        """Return leaves of optax's state: the shared ones, and those of embedding, head and layers.
+
+        indices: the layers to unpack, as in `_params`.
+        """
         state = {}
         for j, place in enumerate(self.places):
             if place.owner is None:

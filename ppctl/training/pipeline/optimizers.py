@@ -107,12 +107,12 @@ def sum_of_squares(tree: Any) -> jax.Array:
 Tree = Any
 ModelOptimizer = LayerOptimizer | NetworkOptimizer
 Optimizer = optax.GradientTransformation | ModelOptimizer
-# params, batch -> losses, gradients
+# (params, batch) -> (losses by name, gradients)
 LossAndGrads = Callable[[Tree, Tree], tuple[dict[str, jax.Array], Tree]]
 
 
 def counted_by(optimizer: Optimizer) -> Updates:
-    """Return the update functions of counted parameters, which the optimizer ignores."""
+    """Return `StackOptions.updates`, which replaces the optimizer; {} for a plain optax one."""
     return {} if isinstance(optimizer, optax.GradientTransformation) else optimizer.updates
 
 

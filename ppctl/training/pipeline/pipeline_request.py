@@ -134,7 +134,7 @@ def layered_stack(
 def divided_vocabulary(
     plan: Schedule, vocab: str, schedule: Any, execution: Execution, costs: Costs
 ) -> Schedule:
-    """Return a family's schedule with embedding and head on all ranks. ConfigError for others."""
+    """Return a schedule with embedding and head on all ranks. ConfigError unless of a family."""
     if vocab != "parallel":
         raise ConfigError(f"vocab={vocab} is not one of whole, parallel.")
     if not isinstance(schedule, str | FamilyWithKnobs):
@@ -146,7 +146,7 @@ def divided_vocabulary(
 def divided(
     stack: Stack, execution: Execution, mesh: Mesh, shapes: Mapping[str, jax.ShapeDtypeStruct]
 ) -> tuple[DividedStack, dict[tuple[str, ...], Shard], tuple[str, ...]]:
-    """Return (the model on one device, *the results of `shards_in_stages`)."""
+    """Return (the model on one device, the two results of `shards_in_stages`)."""
     axes = execution.axes if execution.engine.is_pipelined else WHOLE
     part = divided_stack(stack, axes, shapes)
     shards, auto = shards_in_stages(stack, part, execution.axes)
@@ -317,7 +317,10 @@ def _check_spec(name: str, shape: tuple[int, ...], spec: Any) -> None:
 
 @lru_cache(64)
 def _divided(divide: Callable[[StageAxes], DividedStack], axes: StageAxes) -> DividedStack:
-    """Memoize divide(axes): caches downstream are keyed by the identity of its functions."""
+    """Return divide(axes), memoized: later caches are keyed by the identity of its functions.
+
+    With vocab=parallel, embedding and head are those of all ranks together.
+    """
     divided = divide(axes)
     if divided.parts is None or not axes.vocab_parts:
         return divided

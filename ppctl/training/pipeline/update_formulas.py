@@ -35,12 +35,12 @@ SHAPES = ("shape", "broadcast_dimensions", "sharding", "weak_type")
 
 
 class Formula(NamedTuple):
-    """The formula of a value.
+    """The parameters and operations that determine an array of an optimizer's update or state.
 
-    owners: numbers of the parameters that affect it, also through their gradients and state.
-    is_elementwise: whether each entry depends only on the same entry of its owners. Without owners:
-    whether all entries are equal, and independent of shapes. text: a hash of the operations, the
-    same for arrays of other shapes.
+    owners: numbers of the parameters that affect the array, also through their gradients and state.
+    is_elementwise: whether each entry depends only on the same entry of the owners. Without owners:
+    whether all entries are equal, and independent of shapes. text: a hash of the operations, which
+    does not depend on the shapes of arrays.
     """
 
     owners: frozenset[int]
@@ -49,7 +49,7 @@ class Formula(NamedTuple):
 
 
 class Mixing(ConfigError):
-    """An optimizer update that depends on other parameters, or on random numbers."""
+    """Error: the update of a parameter depends on other parameters, or on random numbers."""
 
 
 def names_of(path: tuple) -> Path:
@@ -171,7 +171,7 @@ def update_formulas(optimizer: optax.GradientTransformation, params: Tree) -> li
 class _Reader:
     """Computes the formulas of a program's values. sizes: shapes of the parameters.
 
-    ignores_finite: whether `is_finite` is no dependency.
+    ignores_finite: whether the operation `is_finite` does not count as a dependency.
     """
 
     def __init__(self, sizes: Sequence[tuple[int, ...]], *, ignores_finite: bool):

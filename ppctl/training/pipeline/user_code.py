@@ -151,7 +151,7 @@ def _call_target(
         raise ConfigError(f"{part}.options.{both[0]} is set by ppctl. Leave it out.")
     try:
         parameters = inspect.signature(function).parameters
-    except ValueError as error:  # some built-in functions of Python
+    except ValueError as error:  # raised for some built-in functions of Python
         raise ConfigError(f"{key} has no signature. Use a function that calls it.") from error
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     arguments = {name: value for name, value in given.items() if takes_any or name in parameters}

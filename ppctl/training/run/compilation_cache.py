@@ -15,7 +15,7 @@ from ppctl.config.config_dirs import user_cache_dir
 from ppctl.errors import ConfigError
 
 MOST_BYTES = 2**31  # bytes of one machine's programs; the oldest are removed first
-WORTH_S = 0.05  # seconds of compiling; faster programs are not kept
+WORTH_S = 0.05  # seconds; programs that compile faster are not kept
 
 
 def keep_compiled(place: str | None) -> str | None:
@@ -44,7 +44,7 @@ def keep_compiled(place: str | None) -> str | None:
             remedy = "Use run.compilation_cache=null, or another directory."
             raise ConfigError(f"run.compilation_cache={place}: {problem}{remedy}") from error
         return f"{problem}Use run.compilation_cache=DIR, or null"
-    # two processes may write an entry at once; a process that reads half of it compiles
+    # no warning: an entry that another process is still writing cannot be read, so JAX compiles
     torn = "Error reading persistent compilation cache entry"
     warnings.filterwarnings("ignore", torn, UserWarning)
     jax.config.update("jax_compilation_cache_dir", str(directory))

@@ -56,7 +56,7 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._beat, daemon=True)
 
     def note(self, doing: str, step: int) -> None:
-        """Record the start of an activity, a key of DOING, at a step."""
+        """Record that an activity of a step starts; doing: a key of DOING."""
         self._now = {"step": step, "doing": doing, "since": time.time()}
         self._due_s = self._slow_after_s
 
@@ -133,7 +133,7 @@ class Heartbeat:
         os._exit(LostError.exit_code)  # a main thread in a collective cannot be interrupted
 
     def _late_line(self) -> str | None:
-        """Return a line if this process makes no progress, then again at double intervals."""
+        """Return a line if this process makes no progress, repeated at doubling intervals."""
         now, note = time.time(), self._now
         if now - note["since"] < self._due_s:
             return None

@@ -42,7 +42,7 @@ def with_start_tokenizer(start_from: str, data: AnyData) -> AnyData:
     """
     start = Path(start_from)
     is_open = isinstance(data, Stdlib | Tokens) and data.tokenizer is None
-    if not is_open or not (start / "config.yaml").is_file():  # load_run raises without this file
+    if not is_open or not (start / "config.yaml").is_file():  # load_run raises later, if missing
         return data
     name = tokenizer_name(start, load_run(start).config.data)
     if name is None and isinstance(data, Stdlib):

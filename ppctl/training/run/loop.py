@@ -48,8 +48,8 @@ from ppctl.training.run.run_lines import StepPrediction
 from ppctl.training.run.step_clock import StepClock
 
 Tree = Any
-MOST_TIMES = 1000  # newest step times, for their median
-WARM_UP_STEPS = 2  # steps slowed by first allocations and caches, at each start
+MOST_TIMES = 1000  # number of newest step times, for their median
+WARM_UP_STEPS = 2  # first steps of each start, slowed by allocations and caches
 
 
 STOP = 0  # the signal number of a request by `ppctl stop`

@@ -25,10 +25,10 @@ Record = Mapping[str, Any]  # a number, a list of numbers by layer, or None, by 
 class Metrics:
     """The records of one run. A context manager.
 
-    Writes one JSON object a training step to `metrics.jsonl` and one an evaluation to `eval.jsonl`.
-    Numbers that are not finite become null; values of None are left out. When `log` returns, the
-    line survives a kill of the process. At a start, lines of steps after start_step and lines torn
-    by a kill are dropped, so a resumed run has each step exactly once.
+    Writes a JSON object to `metrics.jsonl` for each training step, and to `eval.jsonl` for each
+    evaluation. Numbers that are not finite become null; values of None are left out. When `log`
+    returns, the line survives a kill of the process. At a start, lines of steps after start_step
+    and lines torn by a kill are dropped, so a resumed run has each step exactly once.
 
     Args:
         run_dir: Directory of the files; None (all processes but 0) records nothing.

@@ -177,7 +177,7 @@ def _with_process_number(error: Exception, run: Run, heartbeat: Heartbeat) -> Ex
     if (reason := lost_contact(error)) is not None:
         what = f"lost contact with another process while {heartbeat.text} ({reason})"
         xla_stderr.tell_lost(what)
-        time.sleep(run.heartbeat_s + 5)  # the service may end this process first, with a reason
+        time.sleep(run.heartbeat_s + 5)  # JAX's service may end this process first, with a reason
         return LostError(f"process {heartbeat.process}: {what}.")
     if not isinstance(error, PpctlError):
         text = f"{type(error).__name__}: {one_line(error)}"

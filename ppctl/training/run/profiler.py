@@ -1,9 +1,10 @@
 """Read traces of JAX's profiler: the tasks of steps, and one step's timeline.
 
 executor=spmd: the compiled program shows which instructions a tick runs for each kind of task (T
-stands for S and T of vocabulary parallelism), and which of them run once a task. The schedule gives
-the ticks of a rank's tasks. So the n-th event of a once-a-task instruction belongs to the rank's
-n-th task of that kind. Events need no program or step id, which GPUs omit in CUDA graphs.
+stands for S and T of vocabulary parallelism), and which of them run once per task. The schedule
+gives the ticks of a rank's tasks. So the n-th event of an instruction that runs once per task
+belongs to the rank's n-th task of that kind. Events need no program or step id, which GPUs omit in
+CUDA graphs.
 
 executor=mpmd: spans come from the trace if the backend records program runs by device. Otherwise
 each task runs and is timed alone, and spans are simulated from these seconds.
@@ -35,7 +36,8 @@ from ppctl.training.pipeline.engines.mpmd_engine import Mpmd
 
 Tree = Any
 DEVICE = re.compile(r"/device:(?:GPU|TPU):(\d+)")
-PART_COLUMNS: dict[Kind, str] = {"E": "embedded", "T": "head", "G": "embedding_grad"}  # of Ticks
+# columns of Ticks with the microbatches of these kinds
+PART_COLUMNS: dict[Kind, str] = {"E": "embedded", "T": "head", "G": "embedding_grad"}
 OPS_LINES = ("XLA Ops", "Stream ")  # trace lines of instructions on a TPU, of kernels on a GPU
 
 
@@ -184,7 +186,7 @@ def _task_spans(
 
 
 def _task(ticks: Ticks, tick: int, rank: int, scope: str) -> Task | None:
-    """Return the task of a rank for a scope in a tick, or None."""
+    """Return the task that `rank` runs under the named scope `scope` in a tick, or None."""
     line = ticks.table[tick][rank]
     for kind, column in PART_COLUMNS.items():
         if SCOPES[kind] == scope:

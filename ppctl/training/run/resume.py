@@ -210,7 +210,8 @@ def state_from(job: TrainingJob) -> Tree | None:
         return step
 
     def read(step: int) -> tuple[Tree, bool]:
-        compare({"the step of run.start_from": step})  # each process reads a part of each array
+        # one step for all processes, because each reads a part of each array
+        compare({"the step of run.start_from": step})
         stored, is_base = stored_lora(checkpoints, step), False
         if stored is None:
             is_base = lora is not None

@@ -194,7 +194,7 @@ class SavedRun:
 
     @cached_property
     def _trained(self) -> Callable[[int], tuple[Stack, Tree]]:
-        """A function of a step: (model, its parameters); it caches the newest result."""
+        """The function step -> (model, its parameters), which caches the result for one step."""
 
         def trained(step: int) -> tuple[Stack, Tree]:
             natural = self._natural(step)
@@ -242,7 +242,7 @@ class SavedRun:
 
     @contextmanager
     def _own_code(self) -> Iterator[None]:
-        """If a module is missing, add to the error the directory where the run was started."""
+        """Add the directory where the run was started to an error about a missing module."""
         try:
             yield
         except ConfigError as error:

@@ -51,7 +51,7 @@ class Tracker(NamedTuple):
     log: Callable[[Values, int], object]  # arguments: values by tag, step
     end: Callable[[bool], object]  # argument: True if the run has reached its last step
     id: str | None = None  # key with which a later start continues the run
-    place: str | None = None  # words on the place of the records, to print
+    place: str | None = None  # text to print: the place of the records
 
 
 def tensorboard(run: RunFacts) -> Tracker:
@@ -99,7 +99,7 @@ def wandb(run: RunFacts) -> Tracker:
     how = {"mode": mode, "id": run.id, "resume": "allow", "name": run.name}
     quiet = wandb.Settings(silent=True, console="off", init_timeout=WANDB_S)
     opened = wandb.init(**where, **how, config=dict(run.settings), settings=quiet)
-    # with a step metric, a resumed run may repeat steps
+    # steps are a metric, because W&B's step counter would drop steps that a resumed run repeats
     opened.define_metric("*", step_metric="step")
     folder = Path(opened.dir).parent
     offline = f"offline in {folder}: wandb sync {folder}"

@@ -46,7 +46,7 @@ from ppctl.training.run.run_lines import StepPrediction, describe
 from ppctl.training.run.step_clock import StepClock
 from ppctl.training.run.trackers import check_trackers
 
-Predict = Callable[[TrainingJob], StepPrediction]  # function called before compiling
+Predict = Callable[[TrainingJob], StepPrediction]  # predicts a step; called before compiling
 Say = Callable[[str], None]  # prints a line
 
 

@@ -25,7 +25,7 @@ from ppctl.training.pipeline.optimizers import LossAndGrads, ModelOptimizer
 
 Tree = Any
 Engine = OneProgram | Mpmd
-Loss = Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]  # params, batch -> mean loss, number
+Loss = Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]  # (params, batch) -> (mean, number)
 
 
 def make_engine(
@@ -75,8 +75,8 @@ def model_of(
 ) -> Model:
     """Return the model with the shapes and functions of one device.
 
-    divided: the stack divided over execution.axes. ConfigError if the reported counts are wrong, or
-    a metric has the name of an attached loss.
+    divided: the stack divided over execution.axes. ConfigError if layers do not report the counts
+    that the stack declares, or a metric has the name of an attached loss.
     """
     # 1. shapes of a layer and of a microbatch on one device
     mesh, layout = states.layout.mesh, states.layout

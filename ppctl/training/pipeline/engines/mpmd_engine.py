@@ -101,9 +101,9 @@ class Mpmd:
         return self.division.split(jax.block_until_ready(staged))
 
     def _alone(self, whole: Callable[[], Tree]) -> Tree:
-        """Return whole(), run after all dispatched programs have ended.
+        """Return whole(), a call of programs on the whole mesh, after all dispatched programs.
 
-        Programs of the whole mesh take no turns, so only this wait orders them after the ranks'.
+        The runtime's turns order only programs of ranks, so this waits for their end.
         """
         self.runtime.wait()
         self.runtime.connect()
@@ -124,7 +124,7 @@ class Mpmd:
         of_rank = lambda r: {name: placed(r, shapes[name, r]) for name in STATE}  # noqa: E731
         return tuple(of_rank(r) if self.runtime.is_mine[r] else None for r in self.ranks)
 
-    # first values of the plans, by key: (name, rank) or (name, rank, microbatch)
+    # inputs of the plans, by key: (name, rank) or (name, rank, microbatch)
 
     @cached_property
     def batches(self) -> PlacedBatches:
@@ -156,7 +156,7 @@ class Mpmd:
         return {key: self.runtime.numbers(value, key[1]) for key, value in self._numbers.items()}
 
     def given(self, state: Tree, batch: Mapping[Key, Tree]) -> dict[Key, Tree]:
-        """Return the first values of a plan: state, batch and numbers."""
+        """Return the inputs of a plan: state, batch and numbers."""
         return {**batch} | self.of_state(state) | self._placed_numbers
 
     def of_state(self, state: Tree) -> dict[Key, Tree]:
@@ -165,7 +165,7 @@ class Mpmd:
 
     @cached_property
     def given_shapes(self) -> dict[Key, Tree]:
-        """The shapes of the first values of a plan, with shardings on a submesh."""
+        """The shapes of the inputs of a plan, with shardings on a submesh."""
         shape, described = self.runtime.shape, self.division.described
         shapes: dict[Key, Tree] = {
             key: shape(self.batch_shapes[key[0]], P(DATA_AXES)) for key in self.batches.shardings
@@ -304,7 +304,7 @@ class Mpmd:
 
     @property
     def outcome(self) -> list[Key]:
-        """The keys of the values of a tried step that `redo` reads."""
+        """The keys of the values that `redo` reads from a tried step: gradients and numbers."""
         return [key for r in self.ranks for key in (*self._grads(r), ("numbers", r))]
 
     def _mean(self) -> list[PlanEntry]:
@@ -319,7 +319,7 @@ class Mpmd:
         return moves, [*there.values()]
 
     def _norm(self) -> list[PlanEntry]:
-        """Return the entries that compute a step's numbers; the last rank adds all squares."""
+        """Return the entries that compute a step's numbers: the last rank combines those of all."""
         writes = ("squares", *self.counts)
         ops = [
             self._op("squares", r, [("grads", r)], [(name, r) for name in writes])

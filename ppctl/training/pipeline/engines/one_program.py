@@ -29,8 +29,8 @@ STATE_PARTS = {"parameters": "params", "optimizer": "optimizer"}
 class OneProgram:
     """An `Engine` with a staged state; `loss_and_grads_of` and `loss_of` take staged parameters.
 
-    Every engine has these methods, except `train_step`, `placed_batch` and the methods that trace,
-    lower and compile one program.
+    The other engines have the same methods, except `train_step`, `placed_batch` and the methods
+    that trace, lower and compile one program.
     """
 
     states: States
@@ -85,7 +85,7 @@ class OneProgram:
 
     @cached_property
     def _seed_key(self) -> dict[str, np.ndarray]:
-        """The key of the seed, an extra entry of batches for layers with a random key."""
+        """The random key of the seed, an extra entry of batches; {} if no layer takes a key."""
         return {SEED: key_of_seed(self.states.seed)} if self.takes_key else {}
 
     @property

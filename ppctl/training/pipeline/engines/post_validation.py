@@ -4,8 +4,8 @@ Each rank updates as soon as its gradients are ready, as if the global norm need
 starts the next step. The norm arrives later. If the gradients must be clipped, the update is
 repeated with clipping from the kept state before the step, and the work from the wrong state is
 discarded. If the norm is not finite, the state before the step stays, unless the optimizer has a
-rule for such gradients, such as `optax.zero_nans`. The memory of a second state and of the
-gradients is the price.
+rule for such gradients, such as `optax.zero_nans`. A second state and the gradients are kept in
+memory until the norm is known.
 """
 
 import math

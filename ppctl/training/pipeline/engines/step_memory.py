@@ -20,7 +20,8 @@ NAMES = {  # part of each value name in a plan of executor=mpmd
     **dict.fromkeys(("x", "y", "gx", "gy"), "transfers"),
     **dict.fromkeys(("stash", "pending", "logits"), "activations"),
 }
-Temporaries = Callable[[ProgramId | None], int]  # bytes on one device; None: one whole step
+# program, or None for the program of a whole step -> bytes of temporaries on one device
+Temporaries = Callable[[ProgramId | None], int]
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Footprint:
     """The memory of a step's compiled programs."""
 
     temp_bytes: int  # bytes of temporaries on the device that needs most
-    total_bytes: tuple[int, ...]  # bytes of a device of each rank, all included; 0: remote rank
+    total_bytes: tuple[int, ...]  # bytes of one device of each rank, all parts; 0: remote rank
     text: str  # text of the compiled program; "" for a step of many programs
 
 

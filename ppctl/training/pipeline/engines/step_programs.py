@@ -27,7 +27,7 @@ class StepProgram:
     name: str
     mesh: Mapping[str, int]  # axis sizes of the devices that run it together
     ranks: tuple[int, ...]  # ranks that run it
-    runs: int  # most runs on a rank in a step
+    runs: int  # largest number of runs on a rank in a step
     traced: jax.stages.Traced
     lower: Callable[[], jax.stages.Lowered]
     compile: Callable[[], jax.stages.Compiled]
@@ -86,7 +86,7 @@ def compile_all(programs: Sequence[StepProgram]) -> None:
 def dispatched_programs(
     runtime: Runtime, ops: Sequence[PlanEntry], given: dict[Key, Any]
 ) -> StepPrograms:
-    """Return the programs and transfers of a plan; given: the shapes of its first values."""
+    """Return the programs and transfers of a plan; given: the shapes of its inputs."""
     # 1. the programs
     shapes = runtime.shapes(ops, given)
     users: dict[Any, list[PlanEntry]] = {}

@@ -41,7 +41,7 @@ class States:
         return jax.tree.map(shape, shapes, shardings)
 
     def new(self, seed: int | None = None) -> Tree:
-        """Return the initial state, staged and sharded; no device of several holds all of it."""
+        """Return the initial state, made staged and sharded, so it need not fit on one device."""
         seed = self.seed if seed is None else seed
         staged = lambda: self.layout.to_staged(self.init(seed))  # noqa: E731
         return jax.jit(staged, out_shardings=shardings_of(self.staged))()
@@ -92,7 +92,7 @@ class PlacedBatches:
 
         def one(array: Any, sharding: NamedSharding) -> jax.Array:
             values = np.asarray(array)
-            dtype = jax.dtypes.canonicalize_dtype(values.dtype)  # 32 bits without x64
+            dtype = jax.dtypes.canonicalize_dtype(values.dtype)  # 64 bits only with JAX's x64
             values, shape = values.astype(dtype, copy=False), (self.size, *values.shape[1:])
             if not sharding.addressable_devices:  # all devices belong to other processes
                 return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)

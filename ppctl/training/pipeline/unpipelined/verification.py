@@ -42,13 +42,13 @@ SHIFTS = (0.0, -1.0, 1.0)  # shifts of the gradients, in tolerances; the first i
 
 @dataclass(frozen=True)
 class PlainSteps:
-    """The expected first train steps. Trees: {"params", "optimizer"}, natural, on the host."""
+    """The expected first train steps. Trees are {"params", "optimizer"} in natural order."""
 
     clip_norm: float | None
     numbers: tuple[dict[str, float], ...]  # metrics of each step, by name
     before: Tree
     after: Tree
-    slack: Tree  # change of `after` if gradients change by the tolerance
+    slack: Tree  # largest change of `after` if gradients change by the tolerance
     eval_loss: float | None  # None: the request evaluates nothing
 
     @property
@@ -62,8 +62,8 @@ class PlainSteps:
 class PlainModel:
     """The un-pipelined model of a job.
 
-    Batches are divided into mesh.dp*mesh.fsdp*num_microbatches parts, as on devices, to compare
-    also models that mix the examples of a microbatch on purpose.
+    Batches are divided into mesh.dp*mesh.fsdp*num_microbatches parts, as on devices, so that
+    models that mix the examples of a microbatch on purpose can be compared, too.
     """
 
     job: TrainingJob

@@ -21,8 +21,8 @@ from ppctl.training.pipeline.unpipelined.whole_model import (
 
 Tree = Any
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 5e-2}  # max|difference|/max|reference|
-ROUNDINGS = 8.0  # allowed roundings of the largest number: sums differ in order
-# allowed error of a state, relative to its change if gradients change by the tolerance
+ROUNDINGS = 8.0  # allowed error in roundings of the largest number, as sums differ in order
+# allowed error of a state, as a multiple of its change if gradients change by the tolerance
 SLACKS = 2.0
 
 
@@ -39,9 +39,10 @@ class Number:
 class Leaf:
     """The comparison of an array.
 
-    max_abs: the largest entry of the reference; for a state, of its change in all steps. error: the
-    largest difference, relative to max_abs. layer: the worst of stacked layers, or the layer of a
-    network that uses the array; None: no layer.
+    max_abs: the largest entry of the reference; for a state, of the change that the reference makes
+    in all steps. error: the largest difference, for a state beyond that of rounding, relative to
+    max_abs. layer: the stacked layer with the largest error, or the layer of a network that uses
+    the array; None: no layer.
     """
 
     name: str
@@ -57,7 +58,8 @@ class Leaf:
 class Verification:
     """The comparison of loss and gradients with those of the un-pipelined model.
 
-    Errors are relative, for an array to its largest entry. Errors up to `tolerance` are rounding.
+    Errors are relative; those of an array are relative to its largest entry. Errors up to
+    `tolerance` count as rounding.
     """
 
     loss: Number

@@ -29,7 +29,8 @@ Tree = Any
 class WholeModel:
     """The model of a pipeline without its stages.
 
-    metrics: functions by name, see `ppctl.pipeline`. num_examples: examples of a device at a time.
+    metrics: functions by name, see `ppctl.pipeline`. num_examples: examples that a device
+    computes at a time.
     """
 
     stack: Stack
