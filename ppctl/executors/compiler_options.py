@@ -13,7 +13,8 @@ import jax
 Value = bool | str  # XLA also takes numbers, as text
 Flags = tuple[tuple[str, Value], ...]
 
-# full: XLA's defaults; quick: one LLVM module; once: unoptimized, too (programs run once a step)
+# full: XLA's defaults. quick: all code in one LLVM module. once: as quick, but unoptimized, for
+# programs that run once per step.
 CompilerPreset = Literal["full", "quick", "once"]
 
 EMITTERS = "xla_cpu_use_fusion_emitters"  # MLIR's emitters; no option of jaxlib 0.12

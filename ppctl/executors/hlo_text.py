@@ -101,8 +101,8 @@ class Collective:
     axes: tuple[str, ...]  # axes of the mesh along which devices communicate
     instructions: int
     times: int | None  # runs per run of the program; None: a loop of unknown length
-    is_at_most: bool  # whether a device may run them fewer times, as they are in a branch
-    bytes: int  # bytes of their results on one device, if each runs once
+    is_at_most: bool  # whether `times` is an upper bound: instructions in a branch may be skipped
+    bytes: int  # bytes on one device of all instructions' results, if each runs once
     overlapped: int  # number of instructions with a product between start and done
 
     @property

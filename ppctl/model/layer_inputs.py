@@ -96,7 +96,7 @@ def place_of_loss(name: str) -> jax.Array:
 
 @contextmanager
 def placing(place_of: Place) -> Iterator[None]:
-    """Set the function from loss name to place for layers that are traced in this context."""
+    """Give losses the place place_of(name) in layers that are traced within this context."""
     token = _place_of.set(place_of)
     try:
         with _trace_number(next(_traces)):
@@ -197,7 +197,7 @@ class LayerInputs:
         return layers | {KEY: layer_keys(keys, numbers)}
 
     def trainable(self, stack: Any) -> Tree:
-        """Return `StackOptions.trainable` for parameters whose layers are extended."""
+        """Return `StackOptions.trainable` for parameters with layers from `extended`."""
         layers = self.extended(stack.trains("layers"), True, False)
         return {"embed_head": stack.trains("embed_head"), "layers": layers}
 
@@ -213,12 +213,12 @@ class LayerInputs:
         return (tree[PARAMS], tree[LOSSES]) if self else (tree, {})
 
     def functions(self, layers: Any) -> Any:
-        """Return a layer, or several, as functions of extended trees."""
+        """Return a layer function, or a tuple of several, made to take the trees of `extended`."""
         convert = _with_inputs if self else without_key
         return convert(layers) if callable(layers) else tuple(map(convert, layers))
 
 
-@lru_cache(1024)  # same function object each time, as compiled programs are cached by it
+@lru_cache(1024)  # the same function for the same layer, because it is a key of compiled programs
 def _with_inputs(layer: Callable) -> Callable:
     has_key = names_key(layer)
 

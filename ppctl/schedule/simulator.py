@@ -19,7 +19,7 @@ from ppctl.schedule.search.placement_costs import Placed, peak_activations
 from ppctl.schedule.tick_lowering import Ticks
 from ppctl.schedule.validation import check_order
 
-MOST_TASKS = 500_000  # most tasks of a simulation, about a second at one chunk a rank
+MOST_TASKS = 500_000  # maximum tasks of a simulation: about a second with one chunk per rank
 ROUNDING = 1e-12  # relative rounding error of a time
 
 

@@ -224,7 +224,7 @@ class Runtime:
         """Trace a program once, with a turn before its values; return the shapes it writes."""
         if program in self.traced:
             return self.traced[program][1]
-        # 1. the program of one device, with its turn
+        # 1. the function of one device, which also counts the turn up
         programs, auto = self.programs, self.programs.auto_axes(program)
         specs, out_specs = (programs.all_specs(program, n) for n in (program.reads, program.writes))
         function = programs.function(program)

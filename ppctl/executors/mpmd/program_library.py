@@ -67,7 +67,7 @@ class ProgramLibrary:
         self.device_axes = tuple(axis for axis in RANK_AXES if axis not in model.auto)
 
     def auto_axes(self, program: ProgramId) -> tuple[str, ...]:
-        """Return the axes that XLA divides a program over, all of a rank for `whole_arrays`."""
+        """Return the axes XLA divides a program over; for `whole_arrays`, all of a rank's axes."""
         if program.kind in self.whole_arrays:
             return RANK_AXES
         is_task = program.kind in TASKS or isinstance(program.shape, FusedTasks)
@@ -100,7 +100,7 @@ class ProgramLibrary:
         return P() if name in ("embed_head", *NUMBERS) else P(self.device_axes)
 
     def _with_devices(self, specs: Tree) -> Tree:
-        """Return the specs of sums with a leading device axis, from those of their parameters."""
+        """Return the specs of gradient sums: a leading device dim, then the parameters' specs."""
         return jax.tree.map(lambda spec: P(self.device_axes, *spec), specs)
 
     def all_specs(self, program: ProgramId, names: Sequence[str]) -> list[Tree]:
@@ -119,7 +119,7 @@ class ProgramLibrary:
         ]
 
     def _layers_specs(self, name: str, role: Role | StageSums) -> Tree:
-        """Return the specs of a stage's layers ("w") as tasks receive them, or of their sums."""
+        """Return the specs of a stage's layers as tasks get them ("w"), or of the sums ("acc")."""
         model, number = self.model, role.num_layers
         one = model.auto_specs["layers"] if self.auto else model.layer_specs
         if name == "acc" and not self.auto:

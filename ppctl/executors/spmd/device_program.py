@@ -20,7 +20,7 @@ from ppctl.schedule.ir import Kind
 from ppctl.schedule.tick_lowering import Ticks
 
 Tree = Any
-MOST_PADDED = 4  # most arrays to stack by `padded_sum`; XLA fuses concatenations of more
+MOST_PADDED = 4  # maximum arrays stacked by `padded_sum`; XLA fuses concatenations of more
 
 # names of a tick's tasks in the compiled program, by which profiles find their operations
 SCOPES: dict[Kind, str] = {

@@ -98,10 +98,10 @@ def add_outputs(
     or a kernel. This saves making, reading and adding an array of the total's size. A product is
     computed in its total's dtype: it is rounded only once, and XLA lets cuBLAS add the total.
     """
-    # 1. the sums to begin with a total, and the products to compute in its dtype
+    # 1. find sums that can start from a total, and products to compute in a total's dtype
     jaxpr, env = closed.jaxpr, env_of(closed.jaxpr, closed.consts, args)
     find, outvars = Origins(jaxpr), list[Any](jaxpr.outvars)
-    begins: dict[core.Var, jax.Array] = {}  # sum -> total that it begins with
+    begins: dict[core.Var, jax.Array] = {}  # sum -> total that it starts from
     dtypes: dict[core.Var, Any] = {}  # product or its view -> dtype of the total
     for k, (total, v) in enumerate(zip(totals, jaxpr.outvars, strict=True)):
         if total is None:
@@ -113,7 +113,7 @@ def add_outputs(
         *_, last = path = find.path(v, lambda eqn: eqn.primitive.name in VIEWS)
         if find.is_product(last) and _can_hold(total.dtype, last.aval.dtype):
             dtypes |= dict.fromkeys(path, total.dtype)
-    # 2. the program, with these totals and dtypes
+    # 2. run the program with these totals and dtypes
     for eqn in jaxpr.eqns:
         values, changes = [env_value(env, v) for v in eqn.invars], {}
         for v in eqn.outvars:
@@ -129,7 +129,7 @@ def add_outputs(
         if not all(v in env for v in eqn.outvars):
             env |= dict(zip(eqn.outvars, bind_eqn(eqn, values, **changes), strict=True))
 
-    # 3. additions of the other totals
+    # 3. add the other totals to their outputs
     def added(total: jax.Array | None, v: Any) -> Any:
         value = env_value(env, v)
         if total is None or (not is_literal(v) and v in begins):

@@ -21,7 +21,7 @@ from ppctl.reports.charts.page_figures import MOST_LINES, curves_svg
 from ppctl.reports.run_page.one_run_page import MARK
 from ppctl.reports.run_page.write_report import FILE as REPORT
 
-SEED = "run.seed"  # jobs that differ only in it are repeats
+SEED = "run.seed"  # jobs that differ only in the seed are repeats
 DRAWN = (*LOSSES, *kit.SPEEDS)
 SHOWN = (  # columns of the table, from a record
     *("steps", *LOSSES, "step_time_s", "predicted_step_time_s", *kit.SPEEDS),
@@ -60,9 +60,11 @@ def sweep_page(directory: Path, results: Sequence[Result], file: Path | None = N
 
 
 def _figures_over(key: str, done: Sequence[Result]) -> str:
-    """Return a section with a figure of each number over a swept setting with positive values.
+    """Return a section that plots the runs' numbers against a swept setting, a figure for each.
 
-    Each line is the mean of the repeats of one combination of the other settings.
+    key: the setting. Jobs with a value that is not a positive number are omitted; with fewer than
+    two different values the result is empty. A line has the means over repeats for one combination
+    of the other settings.
     """
     # 1. group the jobs by line
     by_line: dict[str, list[tuple[float, Result]]] = defaultdict(list)

@@ -105,7 +105,7 @@ class Step:
     microbatch: Microbatch
     machine: Machine | None  # None: unknown devices; only bytes can be predicted
     gather: str = "step"  # step | layer: executor.gather
-    unroll: float = inf  # most layers on a device that are unrolled; more are scanned
+    unroll: float = inf  # maximum number of layers to unroll; more are scanned
     adds: bool = False  # whether the devices' matrix products can add their results to sums
     casts: int = 1  # casts of the parameters to the compute dtype in a step
 

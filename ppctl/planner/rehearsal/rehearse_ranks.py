@@ -49,7 +49,7 @@ class RehearsedRank:
     """A rank's part of a step as rehearsed: its seconds, and the memory of one of its devices."""
 
     rank: int
-    ran_as: int  # rank that was timed in its place; of ranks with equal stages, only one is run
+    ran_as: int  # rank that was timed for this one; of ranks with equal stages, only one is run
     tasks_s: float  # seconds of all its tasks in order
     update_s: float  # seconds of the gradient norm and the optimizer
     stages: tuple[int, ...]
@@ -70,7 +70,7 @@ class Rehearsal:
     step_time_s: float
     per_step_overhead_s: float  # part of the step: gathers, gradient sums, optimizer
     step_cpu_s: float | None  # CPU seconds of all devices; None for accelerators
-    sent_s: float  # predicted seconds a step of sends inside stages, on the rank that sends longest
+    sent_s: float  # predicted seconds per step of sends inside stages, the largest of all ranks
     unit: str  # tokens_per_s | rows_per_s
     tokens_per_s: float  # tokens or examples a second, by `unit`
     mfu_fraction: float | None  # 0..1, share of the hardware's peak; None: unknown, as for CPUs
@@ -142,7 +142,10 @@ def _run_ranks(job: TrainingJob) -> tuple[dict[int, RankTimes], list[int]]:
 
 
 def _times(job: TrainingJob, part: RankPart, batch: Mapping[str, jax.Array]) -> RankTimes:
-    """Return the times of a rank, on one device and on all devices that share cores."""
+    """Return the times of a rank's tasks and update.
+
+    On CPU the rank is timed on one device, and on several devices at once, which share cores.
+    """
     # 1. single tasks
     devices = all_devices()[: _replicas(job.pipe.mesh.size) if _is_shared(job) else 1]
     sets = [Replicas(devices[:1]), *([Replicas(devices)] if len(devices) > 1 else [])]
@@ -291,14 +294,14 @@ class Simulated:
 
     @cached_property
     def _sent(self) -> Costs:
-        """Return the seconds of sends inside each task: predicted costs at infinite speed."""
+        """Return the seconds of each task's sends: its predicted cost if computing took no time."""
         machine = replace(self.planned.known_machine, speed=Speed(inf, inf), task_s=0.0)
         sent = op_times(replace(self.planned, machine=machine))
         return job_costs(self.job.pipe, replace(sent, gathers=None))
 
     @property
     def _sent_s(self) -> float:
-        """Return the seconds of sends inside stages in a step, on the rank that sends longest."""
+        """Return the seconds per step of sends inside stages, the largest of all ranks."""
         schedule, of_rank = self.job.pipe.schedule, [0.0] * self.job.pipe.schedule.num_ranks
         for kind in (*"FIW", *PART_KINDS):
             for place, rank in enumerate(schedule.ranks_of(kind)):

@@ -18,10 +18,10 @@ from ppctl.schedule.partition.partition import (
     stage_costs,
 )
 
-# detours of `improved`: with 0 the step is 0.5% to 1.6% above the fastest on average, up to 18%;
-# with 8 up to 6%
+# default num_detours of `improved`. With 0 detours its step is 0.5% to 1.6% longer than the
+# shortest on average, and up to 18% longer; with 8, up to 6% longer
 DETOURS = 4
-MAX_EVENED = 20_000  # most partitions tried to equalize ranks; 128 stages have 16,256 moves
+MAX_EVENED = 20_000  # maximum partitions to try to equalize ranks; 128 stages have 16,256 moves
 
 
 def divided_evenly(
@@ -83,7 +83,8 @@ def improved(
     search takes the fastest partition with untried moves and tries them, promising ones first. As
     soon as a move gives a new fastest partition, the search goes on from that one.
     step_s: seconds of a step, such as the simulated makespan, or another key to minimize.
-    num_detours: most slower partitions to go on from once the fastest one's moves have all failed.
+    num_detours: maximum number of slower partitions whose moves are tried after all moves of the
+    fastest one have failed.
 
     >>> [len(held) for held in improved((range(3), range(3, 4)), lambda p: len(p[0]), max_tried=9)]
     [0, 4]
@@ -116,7 +117,7 @@ def improved(
 
 
 def _promising_first(sizes: list[int]) -> list[tuple[int, int]]:
-    """Return all moves; first those from a large stage, to a small one, or with an end stage.
+    """Return all moves, first those from a large stage, to a small one, or that touch an end stage.
 
     >>> _promising_first([2, 2, 3, 2])[:2]
     [(0, 1), (1, 0)]

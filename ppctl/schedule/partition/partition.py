@@ -14,7 +14,7 @@ from ppctl.errors import ConfigError, setting
 
 Partition = tuple[range, ...]
 LETTERS = "E embedding, t layer, L loss, | next stage"  # legend of Megatron-LM's layout text
-MAX_LETTERS = 100_000  # most letters of an expanded layout text; more is a typing error
+MAX_LETTERS = 100_000  # maximum letters of an expanded layout text; more is a typing error
 
 _TERM = re.compile(r"\((?P<group>[^()]+)\)\*(?P<times>\d+)|(?P<letter>[EtmL|])(\*(?P<repeat>\d+))?")
 
@@ -87,7 +87,7 @@ def balanced(num_layers: int, rank_of: Sequence[int], *, embed: float, head: flo
             f"last, pp*num_chunks-2 = {sum(least)}: stage {num_layers + 1} would be empty. Use "
             f"{_layers(sum(least))} or more, fewer ranks or fewer chunks."
         )
-    # 1. the most layers of each stage, then of each rank, under the least largest cost
+    # 1. maximum number of layers of each stage, then of each rank, under the least largest cost
     ends = stage_costs((range(0),) * num_stages, embed=embed, head=head)
     most = _most(num_layers, ends, least, [num_layers] * num_stages)
     ranks, stages = range(max(rank_of) + 1), range(num_stages)

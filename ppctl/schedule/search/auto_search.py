@@ -28,7 +28,7 @@ from ppctl.schedule.search.hill_climbing import climb
 from ppctl.schedule.search.placement_costs import CostsOf, Ledger, Placed
 from ppctl.schedule.validation import validate
 
-MOST_TASKS = 400_000  # most tasks of a searched schedule; with more, the search takes minutes
+MOST_TASKS = 400_000  # maximum tasks of a searched schedule: with more, the search takes minutes
 SQUEEZED_TASKS = 3_000_000  # budget for squeezed blocks, in tasks: about 12 s
 FILLED_TASKS = 3_000_000  # budget for one round of greedy runs, in tasks: about 12 s
 NUM_FILLED, NUM_CLIMBED = 12, 6  # numbers of best schedules to rerun greedily, and to climb from

@@ -122,7 +122,7 @@ def of_topology(request: Hardware | AutoHardware, topology: str) -> Hardware | N
 
 
 def host_devices(hardware: Hardware, topology: str | None) -> int | None:
-    """Return the devices per host, for GPUs those of plan.topology; None: one host has all.
+    """Return the devices per host; for GPUs as in plan.topology. None: one host has all devices.
 
     >>> host_devices(known()["h100"], "h100:4x2"), host_devices(known()["h100"], None)
     (2, 8)
@@ -142,7 +142,7 @@ def gpu_target(hardware: Hardware | None) -> GpuTarget | None:
 
 @dataclass(frozen=True)
 class DescribedDevice:
-    """The attributes of a jax.Device that decide kernels, for a described device."""
+    """Stand-in for a jax.Device that is not attached: its attributes that select kernels."""
 
     platform: str
     device_kind: str
@@ -150,7 +150,7 @@ class DescribedDevice:
 
 
 def described_device(hardware: Hardware) -> DescribedDevice | None:
-    """Return a described device of this hardware; None unless it is an NVIDIA GPU or a TPU.
+    """Return a stand-in for a device of this hardware; None unless an NVIDIA GPU or a TPU.
 
     >>> described_device(known()["h100"]).compute_capability, described_device(known()["host"])
     ('9.0', None)

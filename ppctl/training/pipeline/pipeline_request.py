@@ -317,9 +317,9 @@ def _check_spec(name: str, shape: tuple[int, ...], spec: Any) -> None:
 
 @lru_cache(64)
 def _divided(divide: Callable[[StageAxes], DividedStack], axes: StageAxes) -> DividedStack:
-    """Return divide(axes), memoized: later caches are keyed by the identity of its functions.
+    """Return divide(axes), with an embedding and head that run on all ranks if vocab=parallel.
 
-    With vocab=parallel, embedding and head are those of all ranks together.
+    Memoized, because other caches have the stack's functions as keys, by identity.
     """
     divided = divide(axes)
     if divided.parts is None or not axes.vocab_parts:
