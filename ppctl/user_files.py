@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-MOST_BYTES = 2**28  # largest file to read whole: 4 times a timeline of a million tasks
+MOST_BYTES = 2**28  # bytes of the largest file read whole: 4 timelines of a million tasks
 PIECE = 2**20  # bytes per read
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 

@@ -125,7 +125,11 @@ def _comments(cls: type) -> dict[str, str]:
 
 
 def all_settings() -> dict[str, Setting]:
-    """Return the settings of all shipped options by key. The default option wins a shared key."""
+    """Return the settings of all shipped options, by key.
+
+    If several options have a key, the first one's setting is returned. The default option is
+    first.
+    """
     found: dict[str, Setting] = {}
     for part, cls in PLAIN.items():
         found |= settings_of(part, cls)
@@ -141,7 +145,8 @@ def all_settings() -> dict[str, Setting]:
 def did_you_mean(word: str, names: Iterable[str], before: str = "") -> str:
     """Return ' Did you mean ...?' for `word`, or '' if none of `names` is similar.
 
-    It suggests the families that papers or other tools call `word`, else the nearest name.
+    The suggestions: schedule families that papers or other tools call `word`, else the nearest
+    name.
     before: prefix of each suggested name.
 
     >>> did_you_mean("trian", ["train", "verify"])
@@ -178,7 +183,9 @@ def wrong_option(group: str, option: str, names: Iterable[str]) -> str:
 
 
 def _is_typo(word: str, name: str) -> bool:
-    """Return whether `word` is a misspelling or prefix of `name`. Another version or size is not.
+    """Return whether `word` is a misspelling or prefix of `name`.
+
+    A name with another version or size is not a misspelling.
 
     >>> _is_typo("mistral", "mistral_7b"), _is_typo("mixtral_8x7b", "mistral_7b")
     (True, False)
@@ -193,7 +200,7 @@ def _is_typo(word: str, name: str) -> bool:
 def unknown_key(key: str, chosen: Mapping[str, tuple[str, type]]) -> str:
     """Return the message for a key that is not a setting of any chosen part.
 
-    chosen: (option, dataclass) by part.
+    chosen: for each part, the chosen option and its dataclass.
 
     >>> unknown_key("mesh.ppp", {"mesh": ("2x4", Mesh)})
     'mesh.ppp is not a setting of mesh=2x4. Did you mean mesh.pp? (settings: dp, pp, ..., order)'
@@ -229,7 +236,7 @@ def part_of(key: str, parts: Iterable[str]) -> str | None:
 
 
 def _alike(key: str, known: Iterable[str]) -> str:
-    """Return ' Did you mean ...?' with a setting of equal or similar last word, else ''."""
+    """Return ' Did you mean ...?' with a setting whose last word is like `key`'s, else ''."""
     last = lambda names: {name.rpartition(".")[2]: name for name in names}  # noqa: E731
     bad, own, others = key.rpartition(".")[2], last(known), last(all_settings())
     found = [bad] * (bad in others) or nearest(bad, own, 0.5) or nearest(bad, others, cutoff=0.75)
@@ -267,7 +274,7 @@ def _part_words(part: str, values: Mapping[str, Any]) -> Iterator[str]:
         if option != default_option(part):
             yield f"{part}={option}"
         if option not in options(part):
-            return  # its settings are in a file of --config-dir
+            return  # the settings of this option are in its file in --config-dir
         cls = schema_of(part, option)
         stated = yaml.safe_load((ROOT / f"conf/{part}/{option}.yaml").read_text(encoding="utf-8"))
     # 2. the values that differ from the option's file, or from the defaults

@@ -280,7 +280,7 @@ def _options_text(group: str) -> str:
 
 
 def _part_help(word: str) -> str:
-    """Return the settings of a part: of the option in `word` (PART=OPTION), else of all options."""
+    """Return the help of a part: all its options' settings, or one option's for PART=OPTION."""
     # 1. the part, and its options
     key, _, option = word.replace("hydra/", "hydra.").partition("=")
     parts = (*PARTS, *PLAIN, *SWEEP_PARTS)

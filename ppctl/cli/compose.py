@@ -166,7 +166,7 @@ class MeshSource(ConfigSource):
 class PpctlSearchPath(SearchPathPlugin):
     """Hydra's search path: conf/, `MeshSource`, the parent of recipes/, then --config-dir."""
 
-    config_dir: ClassVar[Path | None] = None  # a class attribute, as Hydra makes the instances
+    config_dir: ClassVar[Path | None] = None  # set on the class: Hydra makes the instances
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         search_path.append("ppctl", "ppctl://")

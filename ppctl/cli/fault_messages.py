@@ -115,7 +115,7 @@ def check_keys(cfg: DictConfig) -> None:
         cls = OmegaConf.get_type(node)
         if not dataclasses.is_dataclass(cls):
             if "." in prefix:
-                return  # value of a setting of type Any; its class checks it
+                return  # inside a setting of type Any: the part's class checks the value
             remedy = f"one of ppctl's options, `defaults: [{choices.default_option(prefix)}]`."
             raise ConfigError(f"{prefix}: the chosen file has no schema. Start it with {remedy}")
         names = [f.name for f in dataclasses.fields(cls)]
@@ -212,5 +212,5 @@ def _origin(key: str, parsed: list[Override]) -> str:
 
 def _override_of(key: str, parsed: list[Override]) -> Override | None:
     """Return the last override of `key` or of a part that contains it, else None."""
-    key = key.replace("[", ".")  # data.parts[0] is a part of data.parts
+    key = key.replace("[", ".")  # so that data.parts[0] counts as below data.parts
     return next((o for o in reversed(parsed) if part_of(key, [o.key_or_group])), None)

@@ -38,7 +38,7 @@ class SweepRequest:
         return {key: each for key, each in self.by_key.items() if each.is_sweep_override()}
 
     def job(self, index: int, overrides: list[str]) -> Job:
-        """Return the job with these overrides; `refusal` is the error if they do not fit together.
+        """Return the job with these overrides; if they do not fit together, its `refusal` says why.
 
         ConfigError for unknown settings.
         """

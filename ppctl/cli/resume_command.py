@@ -24,7 +24,10 @@ class Resumption(NamedTuple):
 
 
 def started_with(config_dir: str | None, overrides: Sequence[str]) -> list[str]:
-    """Return the words to record for a start of `ppctl train`: the launcher's, if launched."""
+    """Return the words of the command line to record for a start of `ppctl train`.
+
+    If `launch.processes` started this process, they are the words of the launching command.
+    """
     if STARTED_WITH in os.environ:
         return json.loads(os.environ.pop(STARTED_WITH))
     first = [] if config_dir is None else [f"--config-dir={config_dir}"]

@@ -127,7 +127,7 @@ def model_and_data(settings: Mapping[str, Any]) -> Config:
         values: Mapping[str, Any] = settings.get(part) or {}
         classes = typing.get_args(kinds[part]) or (kinds[part],)
         found = [each for each in classes if part == "run" or each().name == values.get("name")]
-        if not found and part == "model" and "num_heads" in values:  # shipped sizes: llama3_8b, ...
+        if not found and part == "model" and "num_heads" in values:  # a size, as llama3_8b
             found = [Transformer]
         if not found:
             choice = f"{part}={values.get('name')}"

@@ -83,7 +83,8 @@ def schedule_of(
         text = _knobs_text(request)
     # 2. the vocabulary divided over the ranks
     if request.vocab != "whole":
-        # delay: extra microbatches in flight; 0 for schedule=auto too, which caps memory
+        # delay: extra microbatches in flight; None: chosen by simulation. schedule=auto has met its
+        # memory cap without extra ones, so it gets 0.
         delay = 0 if in_lockstep or isinstance(request, settings.Auto) else None
         placed = costs if isinstance(costs, Costs) else costs(schedule.rank_of).costs
         schedule = with_vocabulary(schedule, delay, placed)
@@ -159,7 +160,9 @@ def named(family: str, num_microbatches: int, num_chunks: int) -> settings.Sched
 
 
 def settings_of_family(family: str) -> type[settings.Schedule]:
-    """Return the settings class of a family: the one with most of its knobs, and no other knobs.
+    """Return the settings class of a family.
+
+    Of the classes whose knobs all belong to the family, it is the one with the most knobs.
 
     >>> settings_of_family("looped_bfs").__name__
     'Chunked'

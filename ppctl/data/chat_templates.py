@@ -18,11 +18,12 @@ from ppctl.user_files import check_text, read_text
 
 FILE = "chat_template.jinja"
 BEGIN, END = "\ufdd0", "\ufdd1"  # noncharacters that mark the text in {% generation %}
-MOST_LETTERS = 2**18  # characters of a template; usually 2,000 to 20,000
-MOST_STEPS = 2**20  # loop items and calls to render a chat; usually a few per message
-CALL_STEPS = 8  # steps per call, which takes longer than a loop item
-MOST_PRODUCT = 2**24  # characters or items of a product such as "ab" * 3; integers: see _size
-TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")  # names that templates use
+MOST_LETTERS = 2**18  # maximum characters of a template; usual: 2,000 to 20,000
+MOST_STEPS = 2**20  # maximum steps (loop items, calls) to render a chat; usual: a few per message
+CALL_STEPS = 8  # steps of a call, which takes longer than a loop item (1 step)
+# maximum characters or items of a product such as "ab" * 3; for integers see _size
+MOST_PRODUCT = 2**24
+TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")  # special tokens in templates
 GENERATION = "{% generation %}"
 MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")  # as Jinja reads the tag
 CHATML = (  # OpenAI's ChatML; {% generation %} encloses the assistant's words
@@ -100,10 +101,10 @@ def special_token(settings: Mapping[str, Any], name: str) -> str | None:
 def render(template: ChatTemplate, messages: Messages) -> Chat:
     """Render messages as text, and locate the answers in it.
 
-    A template with {% generation %} marks the answers. For other templates, each answer is located
-    by two texts: the messages before it with the prompt for an answer, and the same messages with
-    the answer. Raises DataError if the template fails, or if the text of all messages does not
-    begin with both.
+    A template with {% generation %} marks the answers. With other templates, an answer lies between
+    the ends of two more texts: the messages before the answer, rendered with the prompt for an
+    answer, and the messages up to and including the answer. Raises DataError if the template fails,
+    or if the text of all messages does not begin with each of the two texts.
     """
     check_messages(messages)
     marked = _rendered(template, messages)
@@ -230,7 +231,10 @@ def _compiled(source: str) -> Any:
 
 
 def _size(operator: str, left: Any, right: Any) -> int:
-    """Return the length of left * right, a text or list; for integers, 256 times its bits."""
+    """Return the length of a text or list left * right; for integers, 256 times the result's bits.
+
+    So both have the limit MOST_PRODUCT, which allows integers of 65,536 bits.
+    """
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length()
         return 256 * (bits * right if operator == "**" else bits + right.bit_length())

@@ -15,7 +15,7 @@ import numpy as np
 from ppctl.errors import DataError
 
 Batch = dict[str, np.ndarray]
-Part = tuple[int, int, float]  # training examples, held-out examples, weight
+Part = tuple[int, int, float]  # number of training examples, number of held-out ones, weight
 
 ORDER_VERSION = 1  # part of every fingerprint: raise it when a change of code changes batches
 EVAL_ORDER_SEED = 0  # not the run's seed, so that all seeds are evaluated on the same text
@@ -68,7 +68,8 @@ class DataSet:
     def eval_batches(self, num_batches: int, rows: Sequence[int] | None = None) -> Iterator[Batch]:
         """Yield `rows` of the first num_batches held-out batches, the same for every seed.
 
-        Raises DataError, when called and not at the first batch, if fewer batches are held out.
+        rows: as in `batches`. Raises DataError if fewer batches are held out: already in the call,
+        not at the first batch.
         """
         if self.num_eval_examples == 0:
             raise DataError(
@@ -92,7 +93,7 @@ class DataSet:
     def numbers(self, *, held_out: bool) -> range:
         """Return the indices of all examples, or of all held-out ones; both include short ones.
 
-        They cover each target once. Empty for held_out if no examples are held out.
+        Together, the examples contain each target once. Empty if held_out, and none are held out.
         """
         num_held_out = sum(number for _, number, _ in self._parts)
         if held_out and not num_held_out:
@@ -158,9 +159,9 @@ def _order_seed(seed: int, *part: int) -> int:
 
 
 def num_held_out(have: str, num_examples: int, eval_fraction: float, batch_size: int) -> int:
-    """Return the number of held-out examples. DataError if either part is below a batch.
+    """Return the number of held-out examples. DataError if either part is less than a batch.
 
-    have: start of messages.
+    have: the data and their size, as error messages begin.
 
     >>> num_held_out("data.num_rows=1000", 1000, 0.05, 32)
     50
@@ -198,8 +199,8 @@ def divided(
 ) -> DataSet:
     """Return a data set of num_examples examples, the last eval_fraction of them held out.
 
-    content: JSON values that determine the examples; have: start of messages; facts: other fields
-    of a DataSet.
+    content: JSON values that determine the examples; have: as in `num_held_out`; facts: other
+    fields of the DataSet.
     """
     num_eval = num_held_out(have, num_examples, eval_fraction, batch_size)
     order = {"name": name, "batch_size": batch_size, "seed": seed}
@@ -241,7 +242,10 @@ def fingerprint(**parts: object) -> str:
 
 
 def generator(seed: int, *key: int) -> np.random.Generator:
-    """Return a generator that depends only on (seed, key): examples are drawn in any order."""
+    """Return a random generator seeded by (seed, *key).
+
+    If the key is an example's index, examples can be drawn in any order.
+    """
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=key)))
 
 

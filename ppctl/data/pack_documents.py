@@ -14,7 +14,7 @@ from ppctl.data.dataset import Batch, DataSet, divided
 from ppctl.data.token_windows import NO_TOKEN, digest
 from ppctl.errors import DataError
 
-MOST_OPEN = 64  # sequences kept open for further pieces
+MOST_OPEN = 64  # maximum sequences kept open for further pieces
 
 
 class Packing(NamedTuple):

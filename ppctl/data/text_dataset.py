@@ -1,4 +1,4 @@
-"""Language data from files of text, JSON lines or Parquet: Python's own library, or any files."""
+"""Language data from files of text, JSON lines or Parquet: the user's, or Python's library."""
 
 import glob
 import os
@@ -26,8 +26,9 @@ GLOB = frozenset("*?[")
 def stdlib(*, tokenizer: str | None, end_token: str | None, cache_dir: str, **how: Any) -> DataSet:
     """Return the data set of this Python's standard library, without tests and packages.
 
-    how: packing, seq_len, batch_size, seed and eval_fraction. Raises DataError if the library has
-    no sources (zipped, or only compiled) or is too small for a batch.
+    tokenizer, end_token: as in `load_tokenizer`. how: packing, seq_len, batch_size, seed and
+    eval_fraction. Raises DataError if the library has no sources (zipped, or only compiled) or is
+    too small for a batch.
     """
     version = ".".join(map(str, sys.version_info[:3]))
     root = Path(sysconfig.get_paths()["stdlib"])
@@ -59,9 +60,10 @@ def text(
     """Return the data set of a file, of files that match a pattern, or of a directory's files.
 
     Files are in the order of their paths. Hidden files and directories, links to directories, files
-    without text and `cache_dir` are left out. source: name of the data in messages; how: as in
-    `stdlib`. Raises DataError for a path without files, an unreadable file, a broken document
-    unless on_error=skip, and too few examples for a batch.
+    without text and `cache_dir` are left out. field, prompt_field, document: as in `Fields`;
+    source: name of the data in messages, None: the path; other arguments as in `stdlib`. Raises
+    DataError for a path without files, an unreadable file, a broken document unless on_error=skip,
+    and too few examples for a batch.
     """
     # 1. tokenize the files, or read the cache
     source = source or f"data=text data.path={path}"
@@ -102,6 +104,7 @@ def source_of(
 ) -> Source:
     """Return the files of several paths (file, pattern or directory), each once.
 
+    cache_dir: directory of the token cache, left out of directories; None: no such directory.
     Raises DataError for a path without files; the message begins with `opening`, else the path.
     """
     files, unnamed = dict[Path, None](), set[Path]()

@@ -24,7 +24,8 @@ DIGEST_WHOLE_BYTES = 256 << 20  # arrays up to this size are hashed whole
 DIGEST_BLOCK_BYTES = 1 << 20
 MAX_ID = 2**31 - 2  # batches are int32, and so is the vocabulary's size
 CHUNK_TOKENS = 1 << 24
-MOST_HEADER_BYTES = 10_000  # numpy's limit, which numpy checks only after reading up to 4 GiB
+# maximum bytes of a .npy header; numpy has this limit, but first reads the header, up to 4 GiB
+MOST_HEADER_BYTES = 10_000
 # numpy's errors for a damaged or cut file: it parses the header as a Python literal
 UNREADABLE = (OSError, ValueError, OverflowError, SyntaxError, MemoryError, RecursionError)
 UNREADABLE += (tokenize.TokenError,)

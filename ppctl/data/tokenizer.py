@@ -97,7 +97,7 @@ def load_tokenizer(name: str | None, end_token: str | None) -> Tokenizer:
 
 
 def vocabulary_size(name: str) -> int:
-    """Return the largest id of data.tokenizer plus one. DataError as `load_tokenizer`."""
+    """Return the largest id of data.tokenizer plus one. Raises as `load_tokenizer` does."""
     if name == BYTES:
         return NUM_BYTES
     return max(_from_json(name, _read(name)[1]).get_vocab(with_added_tokens=True).values()) + 1

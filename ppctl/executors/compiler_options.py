@@ -86,7 +86,7 @@ def cpu_options(preset: CompilerPreset) -> dict[str, Any]:
 
 @cache
 def _is_known(name: str, value: Value) -> bool:
-    """Return whether XLA accepts an option; the default backend knows the options of all."""
+    """Return whether XLA accepts an option; the default backend knows options of all backends."""
     try:
         jax.jit(lambda: 0).lower().compile({name: value})
     except jax.errors.JaxRuntimeError:

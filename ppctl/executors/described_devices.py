@@ -20,7 +20,8 @@ from ppctl.executors.compiler_options import names_in_xla_flags
 from ppctl.executors.device_mesh import check_hosts, laid_out, mesh_of
 from ppctl.schedule.mesh_axes import MeshSizes, product_text
 
-AWAY_FROM_TPU = {  # unset, libtpu queries a metadata server for each, with a warning
+# environment variables; for each unset one libtpu queries a metadata server and warns
+AWAY_FROM_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
@@ -57,7 +58,7 @@ def described_mesh(
 
     gpu: the GPU that the topology names; None: TPUs. gpu_names: known GPUs, for messages. order: as
     in `laid_out`. Raises ConfigError if the compiler is missing or does not know the topology, if
-    the mesh does not have its number of devices, or if an axis such as tp would span hosts.
+    mesh and topology have different numbers of devices, or if an axis such as tp would span hosts.
     """
     devices = _tpus(topology, gpu_names) if gpu is None else _gpus(topology, gpu)
     check_size(sizes, topology, len(devices))

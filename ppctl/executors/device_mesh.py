@@ -22,7 +22,7 @@ def on_cpu() -> str:
 
 
 def make_mesh(sizes: MeshSizes, order: str = "auto") -> Mesh:
-    """Return a mesh of attached devices: the first ones of one process, or all of several.
+    """Return a mesh of the first attached devices; several processes must use all their devices.
 
     order: as in `laid_out`. Raises ConfigError if there are too few devices, several processes have
     more devices than the mesh, hosts have different numbers of devices, an axis such as tp would
@@ -126,7 +126,11 @@ def over_hosts(sizes: Mapping[str, int], order: str, num_hosts: int) -> dict[str
 def check_one_host(
     sizes: Mapping[str, int], over: Mapping[str, int], kind: str, of_each: int
 ) -> None:
-    """Raise ConfigError if an axis such as tp spans hosts or slices of `of_each` devices."""
+    """Raise ConfigError if an axis such as tp spans hosts or slices of `of_each` devices.
+
+    sizes: size of each axis. over: number of hosts or slices that it spans. kind: "hosts" or
+    "slices", for messages.
+    """
     for axis in MESH_AXES:
         name, number = axis.name, over[axis.name]
         if axis.in_one_host and number > 1:

@@ -31,8 +31,8 @@ PRODUCT = re.compile(
 )
 GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
 IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-# groups written as a mesh, its device ids unless in order, and the axes (or parts of axes) along
-# which the devices of a group lie
+# groups written as a mesh: (axes with sizes, device ids if out of order, axes or parts of axes
+# along which the devices of a group lie)
 MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.+?)\))? \{([^}]*)\}")
 MESH_AXIS = re.compile(r"([^,=]+)=(\d+)")
 GROUP_AXIS = re.compile(r"([^,:]+)(?::\((\d+)\)(\d+))?(?:,|$)")
@@ -44,7 +44,7 @@ class Call(NamedTuple):
     """A computation that an instruction calls."""
 
     computation: str
-    how: str  # attribute with its name: to_apply | calls | body | condition | branch
+    how: str  # attribute that names the computation: to_apply | calls | body | condition | branch
     times: int | None  # calls per run of the instruction; None: a loop of unknown length
     is_branch: bool  # whether it is a branch of a conditional, which might be skipped
 
@@ -173,7 +173,10 @@ def collectives(text: str, mesh: Mapping[str, int]) -> list[Collective]:
 
 
 def _beside_products(body: list[str], multiplies: Callable[[str], bool]) -> set[str]:
-    """Return the names of start instructions with a matrix product between them and their done."""
+    """Return the names of start instructions with a matrix product between start and done.
+
+    body: lines of a computation. multiplies: whether a line is a product, or calls one.
+    """
     started, found = dict[str, bool](), set[str]()
     for line in body:
         done, name = DONE.match(line), name_of(line)

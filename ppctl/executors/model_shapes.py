@@ -45,7 +45,7 @@ class Model:
     unroll: int
     dtype: Any
     axes: StageAxes = WHOLE
-    # for each leaf of embed_head, whether the pipeline ranks divide it; None: no leaf
+    # for each leaf of embed_head, whether the pipeline ranks divide it; None: they divide no leaf
     own_embed_head: tuple[bool, ...] | None = None
     # specs of a layer, if tasks gather it over fsdp; None: all layers are gathered once a step
     layer_specs: Tree = None
@@ -101,12 +101,15 @@ class Model:
         return self.traced(lambda: LayerInputs.of(*layer))
 
     def with_inputs(self, layer: Tree) -> Tree:
-        """Return the shapes of a layer with its extra inputs; `with_keys` adds keys."""
+        """Return the shapes of a layer with its extra inputs; if it takes keys, its number."""
         place, number = (jax.ShapeDtypeStruct((), dtype) for dtype in (self.master, jnp.int32))
         return self.inputs.extended(layer, place, number)
 
     def computed_params(self, params: Tree, numbers: Any) -> Tree:
-        """Return staged parameters in the compute dtype, layers with extra inputs."""
+        """Return staged parameters in the compute dtype, layers with extra inputs.
+
+        numbers: layer number of each slot, int [V, 1, K]; used only if layers take keys.
+        """
         places = jnp.zeros(jax.tree.leaves(params["layers"])[0].shape[:3], self.master)
         extended = params | {"layers": self.inputs.extended(params["layers"], places, numbers)}
         return self.inputs.computed(extended, self.dtype, self.stack.options.updates)
@@ -231,7 +234,10 @@ class Model:
     def add_embedding(
         self, embed_head: Tree, inputs: Tree, gx: jax.Array, total: Tree, part: Any = None
     ) -> Tree:
-        """Return `total` with the gradient of the embedding added."""
+        """Return `total` plus the embedding's gradient; gx: gradient of the embedding's result.
+
+        part: number of the vocabulary part, if executor=mpmd divides the vocabulary, else None.
+        """
         trains, embed = self.stack.trains("embed_head"), partial(self.embed, part=part)
         return add_embedding_grad(embed, embed_head, inputs, gx, total, trains)
 

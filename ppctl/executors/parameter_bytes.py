@@ -51,8 +51,8 @@ class ParamBytes:
     ) -> tuple[float, float]:
         """Return (bytes of the train state, bytes of compute copies and gradient sums).
 
-        whole, trained: bytes of all parameters, and of the trained ones. copies: number of copies
-        in the compute dtype that tasks read.
+        whole, trained: bytes of all parameters, and of the trained ones. fsdp: size of the axis
+        that divides the train state. copies: number of copies in the compute dtype that tasks read.
         """
         state = (whole + self.moments * trained) / fsdp
         return state, copies * self.compute_ratio * whole + trained

@@ -31,7 +31,7 @@ from ppctl.training.run.kept_tokenizer import (
 from ppctl.training.run.saved_run import load_run
 
 Tree = Any
-SHARD_BYTES = 5 * 10**9  # bytes of a file; a tensor across the limit stays where it begins
+SHARD_BYTES = 5 * 10**9  # bytes per file; the last tensor of a file may go beyond
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 BFLOAT16 = ml_dtypes.bfloat16
 DTYPES: dict[str, Any] = {"float32": np.float32, "bfloat16": BFLOAT16, "float16": np.float16}
@@ -51,11 +51,11 @@ def export_model(
     dtype: str | None = None,
     adapter: bool = False,
 ) -> Exported:
-    """Write a checkpoint as safetensors with config.json, and the files kept by an import.
+    """Write a run's checkpoint to `out`: safetensors, config.json, and files kept by an import.
 
     step: the checkpoint's step; None: the newest. dtype: the tensors' dtype; None: the imported
     model's, else float32. adapter: write only the adapters of optim.train=lora, under PEFT's names;
-    else merge them.
+    if False, merge the adapters into the model.
 
     Raises:
         ConfigError: `transformers` lacks the run's model, the run has no adapters, or `out` exists.

@@ -82,7 +82,10 @@ class Sampling:
 
 
 def decoder_of(model: LanguageModel, devices: Sequence[Any], num_positions: int) -> Decoder:
-    """Return a model's decoder of num_positions positions, its layers divided over the devices."""
+    """Return a model's decoder, its layers divided over the devices.
+
+    num_positions: maximum tokens of prompt and continuation together.
+    """
     sizes = model.transformer
 
     def make(mix: Mix, rotate: Rotate) -> Stack:
@@ -118,8 +121,8 @@ def continuations(
 ) -> Iterator[np.ndarray]:
     """Yield the next token of each (non-empty) prompt, int32 [B], max_tokens times.
 
-    decoder: one of at least `positions_for(prompts, max_tokens)` positions; num_tokens: size of
-    the tokenizer. Lazy: each next() computes one token.
+    decoder: has at least `positions_for(prompts, max_tokens)` positions; num_tokens: size of the
+    tokenizer. Lazy: each next() computes one token.
     """
     # 1. read the left-padded prompts, piece by piece
     read = _read_length(max(map(len, prompts)))

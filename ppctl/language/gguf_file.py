@@ -46,7 +46,7 @@ NORMED = {"norm_topk_prob": True}  # llama.cpp's rule for qwen3moe, which files 
 PERMUTED = "llama"  # architecture with q and k rows reordered: rotary pairs are adjacent
 OF_ANGLES = "rope_freqs.weight"  # factors of rotary wavelengths, such as Llama 3.1's
 CONTROL = 3  # type of special tokens
-MOST_READS = 2**23  # values in a header; usually a million
+MOST_READS = 2**23  # maximum values read from a header; usual: a million
 
 
 def open_gguf(path: Path) -> tuple[dict[str, Any], Tensors, dict[str, str], tuple[str, ...]]:
@@ -110,7 +110,8 @@ def _opened(path: Path) -> tuple[dict[str, Any], Tensors, dict[str, str], tuple[
 def _reader(path: Path) -> Any:
     """Return gguf's reader of a file. ValueError if its parts overlap or lie beyond its end.
 
-    Without these checks, gguf reads parts beyond the end as empty, endlessly for damaged sizes.
+    Without these checks, gguf reads parts beyond the end as empty; with a damaged size in the
+    header, it reads such parts endlessly.
     """
     try:
         from gguf import GGUFReader
@@ -191,7 +192,9 @@ def _tensors(path: Path, reader: Any, model_config: Mapping[str, Any], kind: str
 
 
 def halves(rows: np.ndarray, num_heads: int) -> np.ndarray:
-    """Reorder the H rows of each head: rotary pairs (2i, 2i + 1) become pairs (i, i + H/2).
+    """Return rows [num_heads * H, ...], reordered in each head of H rows.
+
+    The rotary pair in rows (2i, 2i + 1) moves to rows (i, i + H/2).
 
     >>> halves(np.arange(6), 1)
     array([0, 2, 4, 1, 3, 5])

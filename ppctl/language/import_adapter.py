@@ -39,8 +39,9 @@ PLAIN = {  # PEFT's settings: values that make an adapter x W + alpha/r (x A) B
 
 
 def import_adapter(source: Path, base: Path, out: Path) -> Imported:
-    """Import adapters as a run directory with optim.train=lora; base: the run of their model.
+    """Import PEFT adapters as a run directory `out` with optim.train=lora.
 
+    source: directory of the adapters; base: directory of the run whose model they adapt.
     Raises ConfigError if the adapters are missing, of an unsupported kind or of another model, or
     if `out` exists.
     """

@@ -55,8 +55,8 @@ class Imported:
 def import_model(source: Path, out: Path) -> Imported:
     """Import a model directory of `transformers`, or a GGUF file, as a run directory.
 
-    The host holds one parameter leaf (a matrix of all layers) at a time. It is read from
-    memory-mapped files and put on the devices.
+    The host holds one parameter leaf (a matrix of all layers) at a time: each leaf is read from
+    memory-mapped files, then put on the devices.
 
     Raises:
         ConfigError: The model is missing or unsupported, or `out` exists.
@@ -175,7 +175,8 @@ def _kept(
 def commands(out: Path, kept: Path) -> tuple[str, ...]:
     """Return the commands that train a model on texts, and on chats if there is a template.
 
-    kept: folder of the model's files. If it has no tokenizer, the command trains on token ids.
+    out: the imported run's directory. kept: the folder of the model's files; if it has no
+    tokenizer, the only command trains on token ids.
     """
     command = f"ppctl train --config-dir {shlex.quote(str(out))} recipes=imported"
     if not (kept / FILE).is_file():
@@ -198,7 +199,8 @@ def write_recipe(
 ) -> None:
     """Write the recipe to train the imported parameters.
 
-    part: directory of the unfinished files of `out`; lines: commands for the recipe's header.
+    part: directory of the unfinished files of `out`; settings: those of model; lines: commands for
+    the recipe's header; optim: settings of optim, None: the defaults.
     """
     run = {"name": f"{out.name}-trained", "start_from": str(out.absolute())}
     document = {"defaults": [{"override /model": "transformer"}], "model": settings, "run": run}

@@ -118,14 +118,15 @@ class LanguageModel:
         return ids[0]
 
     def stack(self, *, packed: bool = False) -> Stack:
-        """Return the model over whole sequences; packed: each holds several documents."""
+        """Return the model for whole sequences; packed: a sequence holds several documents."""
         return transformer(**vars(self.architecture), dtype=self.dtype, packed=packed)
 
     @property
     def architecture(self) -> Architecture:
         """The model's sizes and variants.
 
-        Experts have no capacity limit: the tokens dropped by one depend on how a text is cut.
+        Experts have no capacity limit. With a limit, an expert drops tokens, and which ones it
+        drops depends on how a text is cut into pieces.
         """
         moe = replace(self.transformer.moe, capacity=None)
         return architecture(replace(self.transformer, moe=moe), self.vocab_size)
@@ -136,7 +137,7 @@ class LanguageModel:
         return self._checked(self.tokenizer.encode_chat(text, ())[0].tolist())
 
     def encoded(self, text: str) -> list[int]:
-        """Return the tokenizer's start tokens and the prompt's; its end token if both are empty."""
+        """Return the start tokens and the tokens of `text`; if both are empty, the end token."""
         _check_prompt(text)
         ids = [*self.tokenizer.start, *self.tokenizer.encode([text])[0].tolist()]
         return self._checked(ids or [self.tokenizer.end])
@@ -180,8 +181,9 @@ def open_language_model(
 ) -> LanguageModel:
     """Open the model of a run directory, or of a checkpoint directory of a run.
 
-    step: the checkpoint's step in a run directory; None: the newest. Raises ConfigError if the run
-    is missing or has another model, CheckpointError if the checkpoint is missing.
+    dtype: compute dtype; None: the run's. step: the checkpoint's step in a run directory; None:
+    the newest. Raises ConfigError if the run is missing or has another model, CheckpointError if
+    the checkpoint is missing.
     """
     # 1. load the run and its model
     directory = path

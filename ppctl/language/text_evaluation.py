@@ -29,8 +29,9 @@ def loss_of_data(
 ) -> dict[str, float | None]:
     """Return loss (nats per target), perplexity, bits_per_byte and num_tokens (targets).
 
-    bits_per_byte is per UTF-8 byte of the targets' text; None without a tokenizer. Raises DataError
-    if the model lacks tokens of the data set, or the examples have no target.
+    examples: indices of the examples. bits_per_byte is per UTF-8 byte of the targets' text; None
+    without a tokenizer. Raises DataError if the model lacks tokens of the data set, or the examples
+    have no target.
     """
     # 1. check the vocabulary, and make the program
     if data.vocab_size is None or data.vocab_size > model.vocab_size:
@@ -144,7 +145,7 @@ def log_likelihood(model: LanguageModel) -> Callable[[str, str], float]:
         places = jnp.where(counts, targets, 0)[..., None]
         return jnp.where(counts, jnp.take_along_axis(log_p, places, -1)[..., 0], 0).sum()
 
-    # 2. call it with the tokens that follow the common start of prompt and whole text
+    # 2. sum over the tokens of the whole text after those that it shares with the prompt
     def likelihood(prompt: str, continuation: str) -> float:
         before, ids = model.encoded(prompt), model.encoded(prompt + continuation)
         differing = (i for i, (a, b) in enumerate(zip(before, ids, strict=False)) if a != b)

@@ -31,7 +31,7 @@ DROPOUT, BALANCE = "attention_dropout", "router_aux_loss_coef"
 LENGTH = "original_max_position_embeddings"
 LOCAL_THETA = 10000.0  # default rope_local_base_freq of gemma3_text
 ROPE_KEYS = ("rope_type", "type", "rope_theta", LENGTH)
-UNSCALED = {"truncate": True, FRACTION: 1.0}  # key of rotary positions: its value without effect
+UNSCALED = {"truncate": True, FRACTION: 1.0}  # values of rotary settings that have no effect
 READ: dict[str, Any] = {  # key of config.json: its type
     **dict.fromkeys(SIZES.values(), int),
     **dict.fromkeys(("head_dim", "sliding_window", "max_window_layers"), int),
@@ -274,7 +274,7 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _config_of(name: str, member: Member, model: Transformer) -> dict[str, Any]:
-    """Return the config.json of a member that is nearest to a model."""
+    """Return `model` as config.json of model_type `name`, without inexpressible settings."""
     # 1. sizes and the activation
     names = {value: key for key, value in ACTIVATIONS.items()}
     config: dict[str, Any] = {"architectures": [member.architecture], "model_type": name}
@@ -315,7 +315,7 @@ def _config_of(name: str, member: Member, model: Transformer) -> dict[str, Any]:
 
 
 def _expert_keys(member: Member, model: Transformer) -> dict[str, Any]:
-    """Return the keys for experts in the config.json of a member that is nearest to a model."""
+    """Return the keys for experts in the config.json that `_config_of` returns."""
     moe, width = _normal_experts(model)
     values = vars(replace(moe, width=moe.width or width))
     keys = {key: values[setting] for setting, key in member.experts.items()}

@@ -19,8 +19,9 @@ CAPS = {
     "attention_softcap": "attn_logit_softcapping",
     "logit_softcap": "final_logit_softcapping",
 }
-NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # read for all models
-NUM_SHARED = "n_shared_experts"  # number of them, each as wide as a routed one; ppctl joins them
+# synonymous keys of config.json: a model with experts may state any of them
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+NUM_SHARED = "n_shared_experts"  # experts, each as wide as a routed one; ppctl fuses them
 FRACTION = "partial_rotary_factor"
 
 

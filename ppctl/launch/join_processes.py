@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 from ppctl.errors import ConfigError, one_line
 from ppctl.launch.cluster_variables import cluster_fault, proxy_fault
 
-JOIN_S = 300  # seconds until all processes have started: nodes of a cluster may boot containers
+# seconds that a process waits for the others to join: nodes of a cluster may boot containers
+JOIN_S = 300
 LEAVE_S = 30  # seconds that a finished process waits for the others
 COUNTED_BY = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")  # read by JAX's cluster detection, too
 
@@ -28,8 +29,9 @@ def join(
 ) -> None:
     """Join all processes, before JAX looks for devices. ConfigError if some do not join.
 
-    JAX detects values of None from the cluster. heartbeat_s: seconds of silence after which a
-    process is lost. CPU collectives between processes use Gloo.
+    coordinator: host:port where process 0 listens. JAX detects values of None from the cluster's
+    variables. heartbeat_s: seconds of silence after which a process is lost. CPU collectives
+    between processes use Gloo.
     """
     # 1. join in a thread: JAX's time-out, which is longer, would end the process silently
     jax.config.update("jax_cpu_collectives_implementation", "gloo")

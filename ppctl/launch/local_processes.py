@@ -26,8 +26,8 @@ HOST = "127.0.0.1"
 STARTED_WITH = "PPCTL_STARTED_WITH"  # variable: words of the launcher's command, as JSON
 ERROR_FILE = "PPCTL_ERROR_FILE"  # variable: file for the error of a process
 EXPLAINED = (ConfigError.exit_code, NonFiniteError.exit_code)  # a process explains these errors
-FINAL = (*LEFT, *EXPLAINED)  # exit codes without a restart: it would end the same way
-KILLED = 128  # exit code of a killed process, minus the signal's number
+FINAL = (*LEFT, *EXPLAINED)  # exit codes without a restart, which would end the same way
+KILLED = 128  # base of exit codes: 128 + n for a process killed by signal n
 
 
 def launch(
@@ -43,7 +43,7 @@ def launch(
 
     The code is 130 or 143 after a request to stop, and LostError's if a process was killed. words:
     the command line as typed, without the program's name. started_with: the words that the run
-    stores for the command that resumes it.
+    stores for the command that resumes it. as_json: forward process 0's stdout unchanged.
     """
     # 1. prepare the inputs of all starts
     run_dir = Path(run.dir)
@@ -119,8 +119,8 @@ def with_restarts(
 ) -> int:
     """Call `start`, and again after a crash, up to max_restarts times; return the last exit code.
 
-    start: takes the restart's number from 0. newest: returns the step of the newest checkpoint,
-    where the next start resumes. say: prints a note.
+    start: takes 0, then the number of the restart. newest: returns the step of the newest
+    checkpoint, where the next start resumes. say: prints a note.
     """
     before = newest()
     ending = start(0)
@@ -141,7 +141,8 @@ def with_restarts(
 def children(words: Sequence[str], groups: Sequence[str | None], *, goes_on: bool) -> list[Child]:
     """Return the processes of one start, one per group of devices.
 
-    goes_on: resume this launch's checkpoints in spite of run.resume=never.
+    words: as in `launch`. groups: as from `device_groups`. goes_on: resume from this launch's
+    checkpoints even if run.resume=never.
     """
     command = [sys.executable, "-m", "ppctl.cli", *words, *not_launched()]
     if goes_on:

@@ -25,7 +25,7 @@ DRAIN_S = 2.0  # seconds for output still in the pipes of ended processes
 
 class Child(NamedTuple):
     command: Sequence[str]
-    env: Mapping[str, str] = {}  # changes to this process's variables
+    env: Mapping[str, str] = {}  # variables to set on top of this process's environment
 
 
 class Exit(NamedTuple):
@@ -94,7 +94,7 @@ def run_group(
     killed: set[int] = set()
     stop: int | None = None
     deadline_s = threading.TIMEOUT_MAX
-    alive, held = os.pipe()  # never written: `alive` is at its end when this process is gone
+    alive, held = os.pipe()  # never written: `alive` reads end of file when this process is gone
     try:
         # 2. start
         for index, child in enumerate(children):

@@ -15,7 +15,7 @@ LOST = "ppctl-lost: "  # prefix of the line to the child from `tell_lost`
 LOG_LINE = re.compile(r"([IWEF])\d{4} [\d:.]+ +\d+ ([\w.]+):\d+\] ?(.*)")
 # names of XLA's source files that log about the connection of processes
 SERVICE = re.compile(r"coordination_service|preemption|^client\.|distributed_runtime|rpc")
-GLOO = re.compile(r"\[Gloo\]|connected peer ranks is")  # parts of its lines, which threads mix up
+GLOO = re.compile(r"\[Gloo\]|connected peer ranks is")  # parts of lines that threads interleave
 REST = re.compile(  # further lines of the service's messages
     r"\s*$|\d+$|RPC:|Additional GRPC|:[A-Z_]+:|The tasks|/job:|=== Source Location|external/|\. "
     r"This is only expected"

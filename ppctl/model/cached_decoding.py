@@ -143,7 +143,11 @@ class Decoder:
         x: jax.Array,
         piece: Piece,
     ) -> tuple[jax.Array, list]:
-        """Return (x, the stage's new cache); for the last stage x is the last token's logits."""
+        """Return (output of the stage, its new cache); the last stage outputs last-token logits.
+
+        kept: the cached (keys, values) of each layer of the stage. x: token ids for the first
+        stage, else the activation from the stage before.
+        """
         embed_head, layers = params
         self._attention.piece = piece
         if s == 0:

@@ -115,7 +115,7 @@ def in_chunks(x_MD: jax.Array, targets_M: jax.Array, num_ids: int) -> tuple[jax.
 def own_logits(
     x_MD: jax.Array, w: jax.Array, head: HeadForm, part: jax.Array | int = 0
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (logits of this device's ids, its first id). Padding ids get the logit NEVER."""
+    """Return (logits [M, V] of this device's ids, its first id); NEVER for padding ids."""
     logits_MV, held = logits(x_MD, w, head), head.num_ids(w)
     first = first_id(held, head.tp, part)
     if held * head.num_parts == head.size:
@@ -147,7 +147,10 @@ def loss_and_slopes(
     first: jax.Array,
     head: HeadForm,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (this device's summand of the loss, gradient [C, V] of the whole loss for x @ w)."""
+    """Return (this device's summand of the loss, gradient [C, V] of the whole loss).
+
+    The gradient is with respect to x @ w. first: this device's first id.
+    """
     is_token_C = targets_C != NO_TOKEN
     ids_CV = first + jax.lax.broadcasted_iota(targets_C.dtype, logits_CV.shape, 1)
     are_targets_CV = targets_C[:, None] == ids_CV
@@ -163,7 +166,10 @@ def loss_and_slopes(
 def products(
     g_CV: jax.Array, x_CD: jax.Array, w: jax.Array, is_tied: bool, has_grad: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return (gradient of x, gradient of w in at least float32 or None), given that of x @ w."""
+    """Return (gradient of x, gradient of w), given g, the gradient of x @ w.
+
+    The gradient of w is in at least float32; without has_grad it is None.
+    """
     gx_CD = jax.lax.dot_general(g_CV, w, (((1,), (0 if is_tied else 1,)), ((), ())))
     if not has_grad:
         return gx_CD, None
@@ -238,7 +244,7 @@ def _there(*args: Any) -> tuple[jax.Array, tuple[jax.Array | None, jax.Array | N
 def _back(
     _: HeadForm, grads: tuple[jax.Array, jax.Array | None], g: jax.Array
 ) -> tuple[jax.Array | None, ...]:
-    gx_MD, gw = grads  # gradients of the whole loss; all devices receive the same g
+    gx_MD, gw = grads  # gradients of the whole loss; its cotangent g is equal on all devices
     gw = None if gw is None else (g * gw).astype(gw.dtype)
     return (g * gx_MD).astype(gx_MD.dtype), gw, *[None] * 4
 

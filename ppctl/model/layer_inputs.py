@@ -137,7 +137,10 @@ def attached_in(function: Callable, *args: Any) -> tuple[str, ...]:
 
 @lru_cache(256)
 def _attached_in(layer: Callable, treedef: Any, shapes: tuple) -> tuple[str, ...]:
-    """Return the names of the losses that a layer attaches. shapes: those of w's leaves, then x."""
+    """Return the names of the losses that a layer attaches.
+
+    treedef: structure of w. shapes: (shape, dtype) of each leaf of w, then of x.
+    """
     *leaves, x = (jax.ShapeDtypeStruct(*shape) for shape in shapes)
     return attached_in(layer, jax.tree.unflatten(treedef, leaves), x)
 
@@ -202,7 +205,7 @@ class LayerInputs:
         return {"embed_head": stack.trains("embed_head"), "layers": layers}
 
     def computed(self, params: Tree, dtype: Any, updates: Updates) -> Tree:
-        """Return parameters cast to `dtype`; inputs and counted parameters keep their dtype."""
+        """Return parameters cast to `dtype`, except inputs and the parameters in `updates`."""
         layers = cast_layers(self.separate(params["layers"])[0], dtype, updates)
         layers = params["layers"] | {PARAMS: layers} if self else layers
         embed_head = jax.tree.map(lambda a: a.astype(dtype), params["embed_head"])

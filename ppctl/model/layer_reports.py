@@ -100,12 +100,12 @@ def divided_by(grads: Tree, number: jax.Array, updates: Updates) -> Tree:
 
 
 def is_counted(path: tuple, updates: Updates) -> bool:
-    """Return whether a leaf of {"embed_head", "layers"} is a counted parameter."""
+    """Return whether a leaf of {"embed_head", "layers"} is a layer parameter in `updates`."""
     return bool(updates) and path[0].key == "layers" and _name(path[1:]) in updates
 
 
 def without_counted(tree: Tree, updates: Updates) -> Tree:
-    """Return a tree {"embed_head", "layers"} with None for counted parameters."""
+    """Return a tree {"embed_head", "layers"} with None for the layers' parameters in `updates`."""
     if not updates:
         return tree
     return jax.tree_util.tree_map_with_path(
@@ -114,7 +114,7 @@ def without_counted(tree: Tree, updates: Updates) -> Tree:
 
 
 def counted_part(tree: Tree, updates: Updates) -> Tree:
-    """Return a tree {"embed_head", "layers"} with None for all but counted parameters."""
+    """Return a tree {"embed_head", "layers"} that keeps only layer parameters in `updates`."""
     return jax.tree_util.tree_map_with_path(
         lambda path, a: a if is_counted(path, updates) else None, tree
     )
@@ -126,7 +126,10 @@ def counts_by_name(counts: Tree) -> dict[str, jax.Array]:
 
 
 def with_updated(params: Tree, grads: Tree, updates: Updates, num_stacked: int) -> Tree:
-    """Return parameters with counted ones updated. num_stacked: leading axes of stacked layers."""
+    """Return parameters, with the counted ones updated by the counts in `grads`.
+
+    num_stacked: number of leading axes of the leaves of "layers" over which layers are stacked.
+    """
 
     def one(path: tuple, p: jax.Array, counts: jax.Array | None) -> jax.Array:
         if counts is None or not is_counted(path, updates):

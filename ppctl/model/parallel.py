@@ -61,7 +61,7 @@ class StageAxes(axes_record(STAGE_AXES, is_frozen=True)):
 
     @property
     def need_a_model(self) -> bool:
-        """Return whether more than the examples is divided, which the model must support."""
+        """Return whether axes divide more than examples, so that the model must support them."""
         return bool(self.vocab_parts or self.divided.keys() - set(DATA_AXES))
 
     def parts(self, axes: Iterable[str]) -> int:

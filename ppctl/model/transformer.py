@@ -70,8 +70,8 @@ def transformer(
 
     Args:
         dtype: Dtype of the parameters.
-        mix: Attention on a stage's axes.
-        rotate: Rotary positions.
+        mix: Function from a stage's axes and a scoring to attention.
+        rotate: Function that turns queries and keys by their positions.
         packed: Whether a sequence may hold several documents; x then has rows of their starts.
         device: Target device, which selects kernels of experts; None: the first attached one.
         sizes: The fields of `Architecture`, explained in `ppctl.config.Transformer`; those without
@@ -118,7 +118,7 @@ class _Transformer:
 
     @property
     def _updates(self) -> Updates:
-        moe = self.sizes.moe  # with adapters everything else is frozen
+        moe = self.sizes.moe  # with adapters, all other parameters are frozen
         return {} if moe is None or self.sizes.lora is not None else counted_updates(moe)
 
     def init_layer(self, key: jax.Array, l: jax.Array) -> Tree:
@@ -143,7 +143,7 @@ class _Transformer:
             return self._embed_ids(embed_head, own_tokens(inputs_BT, axes), part)
         ids_BT, is_first_BT = split_starts(inputs_BT)
         marks_BT = own_tokens(is_first_BT, axes)
-        if axes.vocab_parts:  # marks only in part 0, because the ranks' results are summed
+        if axes.vocab_parts:  # document starts only in part 0, as ranks' results are summed
             marks_BT = marks_BT & (part == 0)
         return with_starts(self._embed_ids(embed_head, own_tokens(ids_BT, axes), part), marks_BT)
 
@@ -345,6 +345,9 @@ def num_rows(shape: tuple[int, ...], divided_by: int = 1) -> int:
 
 
 def documents_of(marks_BED: jax.Array, num_tokens: int) -> jax.Array:
-    """Return the index of each token's document in its sequence, int32 [B, T]."""
+    """Return the index of each token's document in its sequence, int32 [B, T].
+
+    marks_BED: the activation's rows of document starts.
+    """
     is_first_BT = marks_BED.reshape(marks_BED.shape[0], -1)[:, :num_tokens]
     return jnp.cumsum(jax.lax.stop_gradient(is_first_BT) > 0.5, axis=1, dtype=jnp.int32)

@@ -150,7 +150,7 @@ class Prediction:
     mfu_fraction: float | None  # 0..1, share of the hardware's peak; None: unknown, as for CPUs
     mfu_causal_fraction: float | None  # MFU without the FLOPs of attention to later tokens
     memory_bytes: tuple[Mapping[str, int], ...]  # bytes of one device of each rank, by part
-    total_bytes: tuple[int, ...]  # bytes of one device of each rank
+    total_bytes: tuple[int, ...]  # bytes of one device of each rank, summed over the parts
     is_compiled: bool  # whether memory is the compiled program's (plan.compile), not predicted
     predicted_bytes: tuple[int, ...]  # predicted bytes by rank, as in `ppctl tune` and `train`
     limit_bytes: int | None  # memory of a device

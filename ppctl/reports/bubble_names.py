@@ -1,4 +1,7 @@
-"""Names of the three bubbles of a run (ideal, predicted, measured) for texts, tables and pages."""
+"""Names of the three bubbles of a run (ideal, predicted, measured) for texts, tables and pages.
+
+A bubble is the idle share, 0..1, of the ranks while tasks run; ABOUT explains all three.
+"""
 
 EQUAL = "equal stages and fixed costs of F, I and W"
 ABOUT = (

@@ -79,7 +79,7 @@ def read_settings(path: str | Path) -> Any:
 
 @lru_cache(maxsize=256)
 def _group(content: bytes) -> Any:
-    """Return one group of settings; cached, because most runs have equal groups."""
+    """Return one top-level group of settings, {name: group}; cached, as most runs share groups."""
     return _from_yaml(content, is_plain=True)
 
 
@@ -87,7 +87,7 @@ def _from_yaml(content: bytes, is_plain: bool) -> Any:
     """Return a YAML value; is_plain: libyaml may read it, because it is short and has no alias."""
     try:
         value = yaml.load(content, FAST_LOADER) if is_plain else yaml.load(content, _PlainLoader)
-        cleaned(value)  # raises RecursionError for lists that libyaml nests too deeply
+        cleaned(value)  # raises RecursionError for deeply nested lists, which libyaml accepts
         return value
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an invalid date
         raise ValueError(printable(" ".join(str(error).split()))) from error

@@ -34,8 +34,8 @@ from ppctl.user_files import read_file
 Span = tuple[float, float]  # start and end in seconds
 FILES = ("timeline.csv", "timeline.html")
 TASKS_FILE = "tasks.perfetto.json"  # file in a profile's directory
-FIRST_DEVICE = re.compile(r"rank \d+( \w+=0)*")  # name of its track in TASKS_FILE
-MOST_RANKS = 8  # largest number of bubbles listed one by one
+FIRST_DEVICE = re.compile(r"rank \d+( \w+=0)*")  # track of a rank's first device, in TASKS_FILE
+MOST_RANKS = 8  # largest number of ranks whose bubbles are listed one by one
 OVERLAP_S = 1e-8  # seconds; rounding in a file may let tasks overlap by its last digit
 
 
@@ -72,7 +72,11 @@ def mean_costs(schedule: Schedule, seconds: Mapping[Task, float]) -> Costs:
 def measured_and_simulated(
     timeline: Timeline, ticks: Ticks | None = None, label: str | None = None
 ) -> tuple[Drawing, Drawing]:
-    """Return drawings of a timeline and its simulation with mean times, in lockstep if `ticks`."""
+    """Return drawings of a timeline and of its simulation with the tasks' mean times.
+
+    ticks: lockstep ticks of the simulation; None: ranks run freely. label: name in the drawings'
+    labels; None: the schedule's.
+    """
     name = label or timeline.schedule.name
     schedule = timeline.schedule if ticks is None else ticks.schedule
     simulated = ScheduledStep(schedule, timeline.costs, ticks).timeline(timeline.costs)
@@ -85,7 +89,10 @@ def measured_and_simulated(
 def write_timeline(
     directory: Path, timeline: Timeline, ideal: float | None = None, predicted: float | None = None
 ) -> list[str]:
-    """Write CSV and html of a timeline and its simulation; return lines to print."""
+    """Write CSV and html of a timeline and its simulation; return lines to print.
+
+    ideal, predicted: other bubbles of the run, 0..1, for the lines; None: left out.
+    """
     # 1. the files
     directory.mkdir(parents=True, exist_ok=True)
     schedule, drawings = timeline.schedule, measured_and_simulated(timeline)
@@ -111,7 +118,8 @@ def write_timeline(
 def read_timeline(file: Path, name: str) -> Timeline:
     """Return the timeline in a CSV of `write_timeline`.
 
-    OSError if it cannot be read; ValueError or ScheduleError if it is not a timeline.
+    name: the schedule's name. OSError if the file cannot be read; ValueError or ScheduleError if
+    it is not a timeline.
     """
     cells: dict[int, list[Task]] = defaultdict(list)
     spans: dict[Task, Span] = {}
@@ -182,7 +190,10 @@ def _traced_steps(events: Sequence[Mapping[str, Any]]) -> list[dict[Task, Span]]
 
 
 def _sound(ranks: Sequence[Sequence[Task]], spans: Mapping[Task, Span]) -> Mapping[Task, Span]:
-    """Return `spans`. ValueError if one is not a range, or tasks of a rank overlap or swap."""
+    """Return `spans`. ValueError if a span is not a range, or a rank's spans overlap.
+
+    ranks: tasks of each rank, in the order of their spans.
+    """
     for tasks in ranks:
         free_s = -inf
         for task in tasks:
@@ -200,7 +211,10 @@ def _sound(ranks: Sequence[Sequence[Task]], spans: Mapping[Task, Span]) -> Mappi
 
 
 def measured_bubble(timeline: Path, since_s: float = 0.0) -> float | None:
-    """Return the bubble, 0..1, of a timeline written at since_s or later, or None."""
+    """Return the bubble, 0..1, in a timeline file; None if it is older than since_s or unreadable.
+
+    since_s: seconds since 1970.
+    """
     with suppress(OSError, ValueError, PpctlError):
         if timeline.stat().st_mtime >= since_s:
             return read_timeline(timeline, "").bubble_fraction

@@ -104,7 +104,10 @@ def command(words: str) -> str:
 
 
 def link(place: Path, file: Path, words: str | None = None) -> str:
-    """Return a link to a file or directory, relative to the page in `file`."""
+    """Return a link from the page in `file` to the file or directory `place`.
+
+    words: text of the link; None: the path.
+    """
     target = os.path.relpath(os.path.abspath(place), os.path.dirname(os.path.abspath(file)))
     shown = text(str(place) if words is None else words)
     return f'<a href="{escape(quote(os.fsencode(target)))}">{shown}</a>'
@@ -129,7 +132,10 @@ def cards(items: Iterable[tuple[str, str, str]]) -> str:
 
 
 def table(about: str, columns: Sequence[str], rows: Iterable[Sequence[str]], look: str = "") -> str:
-    """Return a table. Its first column names the rows. look: classes of page.css."""
+    """Return a table whose first column names the rows.
+
+    about: label for screen readers. look: further classes of page.css.
+    """
     body = ""
     for name, *cells in rows:
         rest = "".join(f"<td>{cell}</td>" for cell in cells)

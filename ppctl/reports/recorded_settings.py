@@ -1,4 +1,8 @@
-"""Settings of runs: their names, their values as typed, and differences between runs."""
+"""Settings of runs: their names, their values as typed, and differences between runs.
+
+A composed config is the nested dict of all settings, as in config.yaml. A choice is the named
+variant of a group of settings, such as optim=sgd; the config holds it as optim.name.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress

@@ -30,7 +30,8 @@ MEMORY_FILE = "memory.json"  # bytes of a device by rank and part, as compiled a
 SCHEDULE_FILE = "schedule.csv"  # the schedule that schedule=auto has found
 FAILED_FILE = "failed.json"  # file in processes/: the first failed process and its message
 RECORDS = ("metrics.jsonl", "eval.jsonl", run_status.FILE)
-ASIDE = re.compile(r".*\.(damaged|after-\d+)(\.\d+|\.jsonl)?")  # files that a run set aside
+# files that a run set aside: damaged, or written after the step that a resumed run went back to
+ASIDE = re.compile(r".*\.(damaged|after-\d+)(\.\d+|\.jsonl)?")
 OTHERS = ("skipped.jsonl", run_status.STOP_FILE, MEMORY_FILE, TRACKERS_FILE)
 WRITTEN = ("config.yaml", *RECORDS, *OTHERS, *INSIDE)  # all names that a run writes
 TAILS = (4096, 65536)  # bytes of a file's end to read; a line has about 400
@@ -206,7 +207,10 @@ def _state(
     *,
     has_begun: bool,
 ) -> tuple[str, str | None]:
-    """Return (status, reason), from the lock, the last line of status.jsonl and checkpoints."""
+    """Return (status, reason), from the lock, the last line of status.jsonl and checkpoints.
+
+    steps: steps of the checkpoints. has_begun: whether a step or checkpoint is recorded.
+    """
     # 1. a living process, or a recorded end
     with suppress(OSError):
         if run_status.is_held(path / run_status.FILE):

@@ -25,7 +25,7 @@ INTERRUPTED, FAILED = "interrupted", "failed"
 ENDS = (FINISHED, STOPPED, INTERRUPTED, FAILED)
 ALL = (STARTED, *ENDS)
 STOP_FILE = "stop"  # file in a run directory that requests a save and the end
-DIRECTORY = "directory"  # key in the line of a start: its current directory
+DIRECTORY = "directory"  # key in the line of a start: the working directory
 OVERRIDES = "overrides"  # key in the line of a start: the overrides, for the command that resumes
 CHANGED = "changed"  # key in the line of a start: settings that differ from the checkpoint's
 COSTS = "task_costs"  # key in the line of a start: relative costs of the schedule's tasks
@@ -122,7 +122,7 @@ def _holder(run_dir: Path) -> int | None:
 def is_held(path: Path) -> bool:
     """Return whether a living process, on any machine with the same locks, records the run.
 
-    Raises OSError if the file cannot be read or locked.
+    path: the run's status.jsonl. OSError if it cannot be read or locked.
     """
     with open_file(path) as file:
         try:

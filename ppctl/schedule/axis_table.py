@@ -24,7 +24,7 @@ class Axis:
     name: str
     about: str  # help text of mesh.NAME
     divides: tuple[Divided, ...]
-    hosts_place: int  # position in the order over hosts; 0: first, over the slowest links
+    hosts_place: int  # place in the order of axes over hosts; 0: first, over the slowest links
     in_stage: bool = False
     in_one_host: bool = False  # whether a mesh is refused if this axis crosses hosts
     in_mesh_text: bool = False  # whether mesh=AxBxC gives the size by position

@@ -16,8 +16,8 @@ OfStages = float | tuple[float, ...]  # cost of 1/p of the model | cost of each 
 class Costs:
     """Costs of one microbatch. Default: the papers' units, F = I = W = 1 and free transfers.
 
-    A stage cost is a number, the cost of 1/p of the model (each of a rank's V chunks costs 1/V of
-    it), or a tuple with one cost for each stage in model order.
+    A stage cost is a number, the cost of 1/p of the model for p ranks (each of a rank's V chunks
+    costs 1/V of it), or a tuple with one cost for each stage in model order.
 
     >>> Costs().backward_s
     2.0
@@ -88,8 +88,8 @@ def _of_stage(cost: OfStages, stage: int, num_chunks: int) -> float:
 def task_costs(remat: Remat | str, trained: float = 1.0) -> Costs:
     """Return relative costs: F = I = W = 1; I = 2 with remat=layer or full (it reruns the forward).
 
-    trained: the trained share of the layers' weights, 0..1; W costs as much. ConfigError for an
-    unknown remat.
+    trained: the trained share of the layers' weights, 0..1, which is the cost of W. ConfigError for
+    an unknown remat.
 
     >>> task_costs("layer").backward_s, task_costs("none", trained=0.25).weight_grad_s
     (3.0, 0.25)

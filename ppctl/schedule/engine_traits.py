@@ -33,6 +33,8 @@ class EngineTraits:
     def rank_layers(self, sizes: Sequence[int], rank_of: Sequence[int]) -> int:
         """Return the number of layers of the largest rank, padding included.
 
+        sizes: number of layers of each stage. rank_of: rank of each stage.
+
         >>> [engine.rank_layers((2, 1), (0, 0)) for engine in (IN_TICKS, BY_TASKS)]
         [4, 3]
         """

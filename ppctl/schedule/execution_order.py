@@ -164,7 +164,10 @@ class Jobs:
         return None if left else TimedOrders(latest_s, start_s, end_s, waits_for)
 
     def fits(self, order: Sequence[int], cap: int) -> bool:
-        """Return whether a rank that runs its tasks in this order never holds more than `cap`."""
+        """Return whether a rank that runs its tasks in this order never holds more than `cap`.
+
+        order: task numbers of one rank. cap: maximum memory, in the ledger's units.
+        """
         rise, change = self.rise, self.change
         live = self.held[self.rank[order[0]]]
         for task in order:

@@ -1,8 +1,9 @@
 """Pairs of tasks, an F and a B or I, that are neighbours in a rank's order and run as one program.
 
 A pair starts once both tasks can start, and its values exist once both have ended, so other ranks
-may wait longer. Tasks are paired if the step stays within `MOST_LONGER` times its length, at the
-schedule's relative costs and if a pair takes as long as its two tasks.
+may wait longer. Tasks are paired only if the step then takes at most `MOST_LONGER` times as long as
+without pairs. Step times follow from the schedule's relative costs; a pair is assumed to take as
+long as its two tasks in sequence.
 """
 
 from heapq import heappop, heappush
@@ -26,7 +27,7 @@ def fused_order(schedule: Schedule, costs: Costs) -> list[tuple[Task, ...]]:
     >>> [" ".join(map(str, tasks)) for tasks in order if len(tasks) == 2]
     ['0B0 0F3']
     """
-    # 1. tasks as numbers; step of each rank, and the end of its last task
+    # 1. tasks as numbers; each rank's next step, and the end of its last task
     jobs = Jobs(schedule, costs)
     latest_s, seconds, microbatch = _latest_ends(jobs), jobs.seconds, jobs.microbatch
     at, free_s = [0] * jobs.num_ranks, [0.0] * jobs.num_ranks

@@ -136,7 +136,8 @@ class Schedule:
     rank_of: tuple[int, ...]  # rank of each stage
     num_microbatches: int  # microbatches in a step
     part_ranks: tuple[int, ...] = ()  # rank of each vocabulary part; (): the vocabulary is whole
-    html: ClassVar[Callable[[Schedule], str] | None] = None  # notebook chart, see ppctl/__init__.py
+    # function from a schedule to its notebook chart as HTML; set in ppctl/__init__.py
+    html: ClassVar[Callable[[Schedule], str] | None] = None
 
     def _repr_html_(self) -> str | None:
         """Return the chart for notebooks as HTML; None if no function `html` is set."""
@@ -156,7 +157,10 @@ class Schedule:
         return len(self.part_ranks)
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
-        """Return the rank of each stage; of each vocabulary part if `name` belongs to parts."""
+        """Return the rank of each stage, or of each vocabulary part if `name` belongs to parts.
+
+        name: a task kind, such as "F", or the name of a value, such as "act".
+        """
         return self.part_ranks if name in PART_KINDS or name in PART_VALUES else self.rank_of
 
     def rank_at(self, task: Task | Value) -> int:

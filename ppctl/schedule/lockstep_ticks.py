@@ -88,7 +88,10 @@ def tick_phases(schedule: Schedule, cells: Cells) -> Iterator[list[Phase]]:
 
 
 def counted(schedule: Schedule, cells: Cells) -> Counted:
-    """Return the phases that differ in stages and kinds, with their numbers of occurrences."""
+    """Return the distinct phases, with their numbers of occurrences.
+
+    Phases are equal if their tasks have the same stages and kinds; microbatches are ignored.
+    """
     rows = Counter[PhaseParts](
         tuple(tuple(task[:2] for task in tasks) for tasks in phase)
         for phases in tick_phases(schedule, cells)
@@ -153,7 +156,7 @@ def _tick_runs(schedule: Schedule) -> Callable[[Task, int], bool]:
         place: [(base, int(base not in stashes)) for base, _ in reads]
         for place, reads in rule.reads.items()
     }
-    written = [never] * rule.num_values  # tick of each value
+    written = [never] * rule.num_values  # tick that writes each value
 
     def run(task: Task, tick: int) -> bool:
         place, m = task[:2], task.microbatch

@@ -41,8 +41,9 @@ def makespan_bound_s(
 
 
 def peak_activations_bound(schedule: Schedule, costs: Costs, period_s: float) -> tuple[float, ...]:
-    """Return each rank's least peak of activations for any order within period_s.
+    """Return a lower bound of each rank's peak activations, for any order within period_s.
 
+    Activations are in microbatches through 1/p of the model (p ranks). period_s: seconds of a step.
     The peak is at least the sum of lifespans divided by the period (the building-block argument of
     arXiv 2405.15362). An activation lives at least while its microbatch goes forward through
     all later stages, its gradient comes back, and its weight gradient is computed.
@@ -78,7 +79,8 @@ def bound_under_cap_s(schedule: Schedule, costs: Costs, ledger: Ledger, cap: int
 def _held_s(schedule: Schedule, costs: Costs, ledger: Ledger) -> list[float]:
     """Return each stage's least memory x time for one microbatch: ledger units x seconds.
 
-    If the ledger has `pending`, it is the smaller value of a split and of a whole backward.
+    If the schedule is split and the ledger has `pending` (memory that I hands to W), this is the
+    smaller of two values: with the stash until W, or with the stash until I and `pending` until W.
     """
     held_s: list[float] = []
     for s, trip_s in enumerate(trips_s(schedule, costs)):
@@ -129,7 +131,10 @@ def _backward_kind(schedule: Schedule) -> str:
 
 
 def _chain_s(schedule: Schedule, costs: Costs, kinds: tuple[str, ...]) -> list[float]:
-    """Return, for each stage, a microbatch's seconds of `kinds` and hops in earlier stages."""
+    """Return, for each stage, the seconds of one microbatch in all earlier stages.
+
+    Counted are the tasks of `kinds` and, after each of them, the transfer if it crosses ranks.
+    """
     total_s, chain_s = 0.0, [0.0]
     for stage in range(schedule.num_stages - 1):
         crosses = schedule.rank_of[stage] != schedule.rank_of[stage + 1]

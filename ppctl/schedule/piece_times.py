@@ -118,7 +118,11 @@ def costs_of(
     keeps_input: bool,
     split: bool,
 ) -> Costs:
-    """Return a partition's task costs. layer_costs: cost of each layer / mean; None: all 1."""
+    """Return a partition's task costs.
+
+    layer_costs: cost of each layer relative to their mean; None: all 1. keeps_input, split: see
+    `costs_of_stages`.
+    """
     sizes = stage_costs(partition, embed=0.0, head=0.0, layers=layer_costs)
     return costs_of_stages(op_times, sizes, keeps_input=keeps_input, split=split)
 

@@ -17,7 +17,9 @@ WORDS: dict[Kind, str] = {
     "T": "logits_bwd",
     "G": "embed_bwd",
 }
-MOST_MISSING = 100_000  # (stage, microbatch) pairs searched for the first missing task
+# maximum number of (stage, microbatch) pairs to search for the first missing task, unless the
+# schedule has at least as many tasks as pairs
+MOST_MISSING = 100_000
 
 
 def to_csv(ranks: Sequence[Sequence[Task]]) -> str:

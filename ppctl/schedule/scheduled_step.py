@@ -71,8 +71,9 @@ def scheduled_step(
 ) -> ScheduledStep:
     """Return the schedule of a step as an executor with these traits runs it.
 
-    trained: the trained share of the layers' weights, see `task_costs`. ScheduleError if the
-    executor cannot run the schedule.
+    trained: the trained share of the layers' weights, see `task_costs`. fuses: whether pairs of
+    tasks run as one program, see `fused_order`. ScheduleError if the executor cannot run the
+    schedule.
     """
     costs = task_costs(remat, trained)
     lowered = ticks(schedule, costs, remat) if engine.in_ticks else None

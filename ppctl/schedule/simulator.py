@@ -126,7 +126,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     if run is None:
         check_order(schedule)  # raises the error that names the missing value
     assert run is not None, "orders block at any costs"
-    # in the order of the run, which a stable sort by start keeps for tasks that start together
+    # The dicts list tasks in an order that can run. So a stable sort by start can run too: it keeps
+    # this order for tasks that start together.
     tasks = [jobs.tasks[task] for task in jobs.ran]
     times = (map(each.__getitem__, jobs.ran) for each in (run.start_s, run.end_s))
     start_s, end_s = (dict(zip(tasks, each, strict=True)) for each in times)

@@ -57,7 +57,9 @@ def why_not(schedule: Schedule) -> str | None:
 
 
 def hop_between(here: int, there: int, num_ranks: int) -> str | None:
-    """Return the hop between ranks; None if they are not neighbours. With two ranks it is "next".
+    """Return the hop from rank `here` to rank `there`, a key of HOPS; None if not neighbours.
+
+    The hop between two different ranks is always "next" if num_ranks is 2.
 
     >>> hop_between(2, 2, 4), hop_between(3, 0, 4), hop_between(2, 1, 4), hop_between(1, 0, 2)
     ('stay', 'next', 'previous', 'next')
@@ -96,7 +98,10 @@ def assign_slots(
 
 
 class _RankSlots:
-    """The slots of every rank. Keys: (stage, microbatch) of stash, pending; else value numbers."""
+    """The slots of every rank, by the values in them.
+
+    A stash or pending value is identified by (stage, microbatch), any other value by its number.
+    """
 
     def __init__(self, schedule: Schedule, remat: Remat, program: TickProgram):
         trains, self.is_op = schedule.has_backward, program == "op"

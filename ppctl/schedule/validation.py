@@ -122,7 +122,10 @@ def fault(schedule: Schedule, rank: int, step: int, what: str) -> ScheduleError:
 
 
 def order_that_blocks(schedule: Schedule, at: Sequence[int]) -> str:
-    """Return text that names the tasks in the wrong order; "" if unknown. at: steps that block."""
+    """Return text that names the tasks in the wrong order; "" if unknown.
+
+    at: each rank's step where it blocks, or the length of its program if it ended.
+    """
     circle = sorted(_circle(schedule, at))
     pairs = [f"rank {rank} has {first} before {later}" for rank, first, later in circle]
     if len(pairs) == 1:

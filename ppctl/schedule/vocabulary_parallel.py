@@ -32,7 +32,8 @@ def with_vocabulary(
     Args:
         schedule: two ranks or more, with a whole vocabulary.
         delay: extra microbatches in flight between a forward and its backward; a rank's peak grows
-            by at most as many. None: the smallest of `DELAYS` with the shortest step.
+            by at most `delay` microbatches. None: the value of `DELAYS` with the shortest step, the
+            smallest in a tie.
         costs: seconds of tasks, which decide their order; None: the papers' units.
 
     Raises:

@@ -71,7 +71,10 @@ def bench(config: Config, *, as_json: bool) -> int:
 
 
 def without_experts(config: Config) -> Config | None:
-    """Return the config with MLPs as wide as a token's experts; None unless all layers have any."""
+    """Return the config with an MLP in place of the experts; None unless all layers have experts.
+
+    The MLP is as wide as the experts that a token uses, together.
+    """
     model = config.model
     if not isinstance(model, Transformer) or not all(model.has_experts):
         return None

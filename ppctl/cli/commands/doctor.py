@@ -41,7 +41,8 @@ from ppctl.training.run.process_group import process_group
 from ppctl.training.run.run_environment import check_disk
 
 T = TypeVar("T")
-# (float32 numbers per message, exchanges per run); an odd number of exchanges swaps the contents
+# (float32 numbers per message, exchanges per run). The number of exchanges must be odd: the check
+# expects that the two devices end with each other's numbers.
 SMALL, LARGE = (1, 65), (1 << 20, 9)
 RUNS = 5  # timed runs after a warm-up; the median counts
 ANSWER_WITHIN_S = 60.0  # seconds of a few exchanges, after which a device counts as hanging
@@ -100,7 +101,10 @@ class Finding:
 
 
 def _request(config: Config) -> tuple[list[Finding], Mesh | None, int | None]:
-    """Build all that training builds before it compiles; return (findings, mesh, state bytes)."""
+    """Build all that training builds before it compiles; return (findings, mesh, state bytes).
+
+    state bytes: size of a checkpoint. If the request is faulty, it and the mesh are None.
+    """
     try:
         job = assemble(config)
         notes = check_job(job)
@@ -122,7 +126,10 @@ def _request(config: Config) -> tuple[list[Finding], Mesh | None, int | None]:
 
 
 def _directory(run: Run, needed: int | None) -> Finding:
-    """Check that run.dir is writable and has room for the checkpoints; return the finding."""
+    """Check that run.dir is writable and has room for the checkpoints; return the finding.
+
+    needed: bytes of a checkpoint; None: unknown, so the room is not checked.
+    """
     directory = Path(run.dir).absolute()
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -206,7 +213,8 @@ def _of_links(links: Sequence[MeasuredLink]) -> list[Finding]:
 def probe_devices(devices: Sequence[Any], most: int = 16) -> list[Any]:
     """Return the devices to measure: all, if they are at most `most`.
 
-    Of more devices: the first of each process, or the first `most` of a single process.
+    If there are more: the first device of each process, or the first `most` devices if a single
+    process has them all.
     """
     if len(devices) <= most:
         return list(devices)
@@ -215,7 +223,10 @@ def probe_devices(devices: Sequence[Any], most: int = 16) -> list[Any]:
 
 
 def measure_link(a: Any, b: Any) -> MeasuredLink:
-    """Measure the link between two devices. Both processes must call this in the same order."""
+    """Measure the link between two devices.
+
+    Every process with one of the devices must call this; all must measure links in the same order.
+    """
     mesh = Mesh(np.array([a, b]), ("pair",), axis_types=(AxisType.Auto,))
     latency_s, right = _exchanges(mesh, *SMALL)
     large_s, large_right = _exchanges(mesh, *LARGE)
@@ -252,7 +263,7 @@ def _exchanges(mesh: Mesh, length: int, number: int) -> tuple[float, bool]:
 
 @contextmanager
 def _answering(what: str) -> Iterator[None]:
-    """Exit with a message if the body hangs: a collective cannot be cancelled."""
+    """Exit with a message that names `what` if the body hangs: a collective cannot be cancelled."""
 
     def give_up() -> None:
         would = "Training would hang too, or this machine is too busy: try again."

@@ -140,7 +140,10 @@ def _generate(path: Path, prompts: Sequence[str], options: Namespace) -> int:
 
 
 def _rows(tokens: Iterable[Any], number: int, ends: Container[int]) -> list[list[int]]:
-    """Return the new tokens of each prompt, up to and including the first in `ends`."""
+    """Return the new tokens of each prompt, up to and including the first token in `ends`.
+
+    tokens: for each step, an array [number] with the next token of each prompt. number: prompts.
+    """
     new: list[list[int]] = [[] for _ in range(number)]
     for chosen in tokens:
         for row, token in zip(new, chosen.tolist(), strict=True):
@@ -211,7 +214,7 @@ def _ends(model: LanguageModel, options: Namespace) -> frozenset[int]:
     turn = turn_end(model.tokenizer) if options.chat else None
     if turn is not None:
         return model.ends | named | {turn}
-    # the only known end is that of documents
+    # the only token known to end a text is the one that ends documents
     if options.chat and not named and len(model.ends) == 1:
         note = "note: the chat template ends an answer with no special token. Name one with --stop."
         print(note, file=sys.stderr)

@@ -61,8 +61,9 @@ def _of_several(config: Config, numbers: Sequence[int], *, as_json: bool) -> int
 def job_words(launch: str, config: Config, name: str) -> list[str]:
     """Return the overrides of `ppctl train` in a layout's job script. They always state the mesh.
 
-    JAX chooses the platform. The run has the recipe's name, unless run.name is set. Hardware from
-    --config-dir is dropped: its file may be missing on the cluster.
+    launch: tune.launch. name: name of the recipe, and of the run unless run.name is set. JAX
+    chooses the platform. Hardware from --config-dir is dropped: its file may be missing on the
+    cluster.
     """
     run, usual = config.run, Config()
     name = name if run.name == usual.run.name else run.name

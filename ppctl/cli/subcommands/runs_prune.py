@@ -1,4 +1,7 @@
-"""`ppctl runs prune`: remove old checkpoints and those set aside, never during the run."""
+"""`ppctl runs prune`: remove old checkpoints of a run that no process writes to.
+
+Checkpoints that the run set aside (renamed to STEP.damaged or STEP.after-N) are removed too.
+"""
 
 import os
 import shutil
@@ -19,7 +22,11 @@ from ppctl.reports.terminal_output import show_json, size_text
 def prune(
     names: Sequence[str], top: Path, keep: int | None, *, is_sure: bool, as_json: bool
 ) -> int:
-    """Remove a run's checkpoints except the newest `keep` and the permanent ones; return 0."""
+    """Remove a run's checkpoints except the newest `keep` and the permanent ones; return 0.
+
+    names: a list with only the run's name or path. top: directory of runs. is_sure: remove without
+    asking. ConfigError for other numbers of names, or if `keep` is None.
+    """
     if len(names) != 1 or keep is None:
         raise ConfigError(
             "`ppctl runs prune` needs one run and the number of checkpoints to keep: "

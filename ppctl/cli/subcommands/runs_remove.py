@@ -33,7 +33,7 @@ from ppctl.reports.terminal_output import show_json, size_text
 class _Run(NamedTuple):
     name: str  # name as typed
     path: Path
-    top: Path  # directory of runs that contains it
+    top: Path  # directory of runs that contains `path`
 
     @property
     def line(self) -> str:
@@ -43,7 +43,10 @@ class _Run(NamedTuple):
 
 
 def remove(names: Sequence[str], top: Path, *, is_sure: bool, as_json: bool) -> int:
-    """Check all runs, then remove them; return 0."""
+    """Check all runs, then remove them; return 0.
+
+    names: names or paths of runs. top: directory of runs. is_sure: remove without asking.
+    """
     if not names:
         raise ConfigError("`ppctl runs rm` needs the names of runs; `ppctl runs` lists them.")
     found = [checked_run(name, top) for name in names]

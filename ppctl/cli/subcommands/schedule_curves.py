@@ -1,4 +1,7 @@
-"""`ppctl schedule curves`: a schedule over several ranks and microbatches. Loads no JAX."""
+"""`ppctl schedule curves`: a schedule at several numbers of ranks and of microbatches.
+
+This file loads no JAX.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,15 +43,15 @@ class CurvePoint:
 class CurveGrid:
     """The points of all possible sizes, and the errors of the impossible ones.
 
-    kept_mb: MB of activations that a rank keeps for a microbatch. refused: errors by (ranks,
-    microbatches).
+    kept_mb: sizes to draw, in MB, of the activations that a rank keeps for a microbatch; empty:
+    memory is counted in activations. refused: errors by (ranks, microbatches).
     """
 
     title: str
-    over: Literal["ranks", "microbatches"]  # x axis; lines are values of the other one
+    over: Literal["ranks", "microbatches"]  # x axis; a line for each size of the other
     kept_mb: Sequence[float]
     points: Sequence[CurvePoint]
-    # (x, point) pairs of each line, by the line's name; None: impossible size
+    # (x, point) pairs of each line, by the line's name; a point is None if its size is impossible
     lines: Mapping[str, Sequence[tuple[int, CurvePoint | None]]]
     refused: Mapping[tuple[int, int], str]
 
@@ -59,7 +62,11 @@ def curve_grid(
     microbatches: Sequence[int],
     kept_mb: Sequence[float],
 ) -> CurveGrid:
-    """Return the requested schedule simulated at all sizes; the x axis has more sizes."""
+    """Return the requested schedule simulated at all pairs of `ranks` and `microbatches`.
+
+    The x axis is the longer of the two lists; microbatches, if they are equally long.
+    kept_mb: as in `CurveGrid`.
+    """
     if isinstance(request.schedule, settings.Csv):
         use = "Name a family, as in schedule=gpipe."
         raise ConfigError(f"schedule=csv has the size of its file. {use}")

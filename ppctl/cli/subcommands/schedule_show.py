@@ -131,7 +131,7 @@ def check_size(request: settings.ScheduleConfig) -> None:
 
 
 def _formulas(request: settings.ScheduleConfig) -> tuple[float | None, float | None]:
-    """Return (makespan in seconds, peak activations) by the family's closed forms, else None."""
+    """Return (makespan in seconds, peak activations) by closed forms; None for a missing form."""
     family, knobs = FAMILIES[request.schedule.name], request.schedule.knobs()
     sizes = request.mesh.pp, request.schedule.num_microbatches
     peak = family.peak_activations(*sizes, **knobs)
@@ -157,7 +157,7 @@ def costs_of(costs: settings.Costs) -> Costs:
 
 
 def costs_on(request: settings.ScheduleConfig) -> CostsOf:
-    """Return a constant function of the placement: the request's costs."""
+    """Return a function from a placement to costs: always those of the request."""
     fixed_bytes = (request.costs.fixed_gib * GIB,) * request.mesh.pp
     return lambda rank_of: Placed(costs_of(request.costs), fixed_bytes)
 

@@ -90,7 +90,7 @@ class Plan(Settings):
 
     @property
     def only_predicts_topology(self) -> bool:
-        """Whether to predict for plan.topology without its devices' compiler."""
+        """Whether plan.topology is set, but nothing is compiled for its devices."""
         return self.topology is not None and not self.compiles
 
     @property

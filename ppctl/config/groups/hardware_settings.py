@@ -109,7 +109,7 @@ class Hardware(Settings):
             raise ConfigError(f"{missing}, the share that matrix products reach.")
         for key, share in self.reached.items():
             choice("hardware.reached", key, REACHED)
-            # attention kernels may skip half of the pairs
+            # attention may exceed 1: its FLOPs count all pairs, but kernels may skip half of them
             if share > 1 and not key.startswith("attention"):
                 raise ConfigError(f"hardware.reached.{key}={share} must lie in (0, 1].")
         if self.hosts is not None:

@@ -114,7 +114,7 @@ class Experts:
             )
 
     def check_frozen(self) -> None:
-        """Raise ConfigError for settings that count tokens, which optim.train=lora excludes."""
+        """Raise ConfigError for settings that need a parameter which optim.train=lora freezes."""
         for name in ("bias_update", "capacity"):
             value = getattr(self, name)
             if value:

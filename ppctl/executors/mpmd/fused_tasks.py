@@ -115,7 +115,7 @@ def run_fused(program: ProgramId, functions: Sequence[Callable], *values: Tree) 
 
 
 def _steps(env: dict, parts: Sequence[Equations], sends: Sequence[Equations]) -> Iterator[list]:
-    """Run parts and sends in turn; yield the operands before each send, its results after it."""
+    """Run parts and sends in turn; yield operands before each group of sends, results after it."""
     for part, sent in zip_longest(parts, sends, fillvalue=()):
         _run(env, part)
         yield _operands(sent)
@@ -141,7 +141,8 @@ def cut(
     result. late: variables without a value until the end; equations that depend on them come last.
     """
     parts, sends, last, late = [[]], list[list](), [], set(late)
-    following, follow = [], set[Any]()  # the next part; results that it must wait for
+    # the next part; results of the last sends and of this part: their readers come after the sends
+    following, follow = [], set[Any]()
     for eqn in jaxpr.eqns:
         read = {*_operands([eqn])}
         depends, is_work = not follow.isdisjoint(read), eqn.primitive.name in WORK

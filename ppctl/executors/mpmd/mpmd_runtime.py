@@ -67,7 +67,7 @@ class Runtime:
         mine, is_cpu = jax.process_index(), one.devices.flat[0].platform == "cpu"
         limited = [is_cpu and processes(submesh).count(mine) > 1 for submesh in submeshes]
         self.under_way = [deque[jax.Array]() if limit else None for limit in limited]
-        # 3. programs; `traced` also has the shapes of results, and `compiled` has keys of `_place`
+        # 3. programs: `traced` with the shapes of their results, `compiled` by key of `_place`
         self.traced: dict[ProgramId, tuple[jax.stages.Traced, tuple]] = {}
         self.lowered: dict[ProgramId, jax.stages.Lowered] = {}
         self.compiled: dict[tuple[ProgramId, int | None], jax.stages.Compiled] = {}
@@ -203,7 +203,7 @@ class Runtime:
         return [0 if each is None else temp_bytes(each) for each in compiled]
 
     def lower(self, program: ProgramId) -> jax.stages.Lowered:
-        """Lower a traced program for these devices, once."""
+        """Return a traced program lowered for the platform of the submeshes; lower it only once."""
         if program not in self.lowered:
             traced, _ = self.traced[program]
             with self._backend():
@@ -255,7 +255,7 @@ class Runtime:
         return written
 
     def _backend(self) -> AbstractContextManager:
-        """Return a context to lower for these devices: described ones are never JAX's default."""
+        """Return the context to lower programs in: a described device becomes JAX's default."""
         first = self.submeshes[0].devices.flat[0]
         return jax.default_device(first) if self.is_described else nullcontext()
 

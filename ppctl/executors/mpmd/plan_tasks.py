@@ -111,7 +111,7 @@ def task_program(
     return ProgramId(kind, once(reads), once(writes), role)
 
 
-# kind of a part's task -> (values read, values written)
+# kind of a task of a rank's part of the vocabulary -> (values read, values written)
 PART_PROGRAMS: dict[Kind, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "E": (("embed_head", "part", "inputs", "m"), ("own_x",)),
     "S": (("embed_head", "part", "last_y"), ("own_log_sums", "logits")),
@@ -127,7 +127,7 @@ PART_PROGRAMS: dict[Kind, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def part_program(kind: Kind, has_backward: bool) -> ProgramId:
-    """Return the program of a part's task; in a forward-only schedule T yields only the loss."""
+    """Return the program of a vocabulary task; if forward-only, T yields only the loss."""
     reads, writes = PART_PROGRAMS[kind]
     if kind == "T" and not has_backward:
         reads, writes = tuple(name for name in reads if name != "acc_embed_head"), ("losses",)

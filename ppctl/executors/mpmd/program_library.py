@@ -44,8 +44,8 @@ class ProgramLibrary:
     """The function, PartitionSpecs, donated arguments and compiler preset of each program.
 
     param_specs: specs of the parameters, by role of the rank. sum_axes: axes over which gradients
-    are summed. once: functions, by kind, of the programs after the gradients. once_specs: (program,
-    value name) -> specs of a value that only these programs have; None for other values.
+    are summed. once: by kind, functions of the programs that run after the gradients, such as the
+    update. once_specs: (program, value name) -> the value's specs; None: other values.
     whole_arrays: kinds of programs that see a rank's whole arrays, as XLA divides them.
     """
 

@@ -61,7 +61,7 @@ def is_mine(mesh: Mesh) -> bool:
 
 
 def pair_mesh(sender: Mesh, receiver: Mesh) -> Mesh:
-    """Return the mesh [2, *shape] of both submeshes."""
+    """Return the mesh of both submeshes, [2, *submesh shape]: index 0 is the sender."""
     devices = np.stack([sender.devices, receiver.devices])
     return Mesh(devices, (PAIR, *sender.axis_names), axis_types=(AxisType.Auto,) * devices.ndim)
 
@@ -106,8 +106,9 @@ def crossing(
 ) -> Callable[..., tuple]:
     """Return the call (sender's turn, receiver's turn, value) -> (next turns, received value).
 
-    there: shardings at the receiver. The turn and value of a side are None if this process has none
-    of its devices.
+    compiled: the compiled program of `lower_crossing`. shapes: sharded shapes of the sent value.
+    there: shardings at the receiver. The turn and value of a side are None if this process has no
+    device of that side.
     """
     # 1. shapes and shardings; receivers pass zeros in place of parts, one for each shape
     pair, sends, receives = pair_mesh(sender, receiver), is_mine(sender), is_mine(receiver)
@@ -145,7 +146,10 @@ def from_holder(
     spec: P,
     sharding: NamedSharding,
 ) -> jax.Array:
-    """Return an array of this sharding from the parts (shards by `spec`) at index `holder`."""
+    """Return an array of this sharding with the values at index `holder` of a mesh axis.
+
+    parts: each device's shard by `spec`; shards at other indices are ignored.
+    """
     return _spread(mesh, axis, holder, spec, sharding)(each_its_own(mesh, parts))
 
 

@@ -20,7 +20,7 @@ from ppctl.schedule.ir import Kind
 from ppctl.schedule.tick_lowering import Ticks
 
 Tree = Any
-MOST_PADDED = 4  # maximum arrays stacked by `padded_sum`; XLA fuses concatenations of more
+MOST_PADDED = 4  # maximum number of arrays in `padded_sum`; XLA fuses concatenations of more
 
 # names of a tick's tasks in the compiled program, by which profiles find their operations
 SCOPES: dict[Kind, str] = {
@@ -81,7 +81,7 @@ class Device:
         return [[take(v, 0, k) for k in range(num_layers)] for v in range(num_chunks)]
 
     def chunk(self, v: int, m: Any = 0) -> tuple[Any, LayerSlots | None]:
-        """Return (layers, their slots) of chunk v for microbatch m; shapes are equal for any m."""
+        """Return (layers, their slots) of chunk v; m: microbatch whose random keys layers take."""
         keys = self.microbatch(KEYS, m) if KEYS in self.microbatches else None
         return self.model.inputs.with_keys(self.chunks[v], keys), self.layer_slots[v]
 
@@ -252,5 +252,5 @@ def write_slot(slots: Tree, slot: jax.Array, value: Tree) -> Tree:
 def write_arrival(
     slots: jax.Array, slot: jax.Array, value: jax.Array, arrives: jax.Array
 ) -> jax.Array:
-    """Return the slots with `value` written where `arrives`."""
+    """Return the slots, with `value` written at index `slot` if `arrives`."""
     return write_slot(slots, slot, jnp.where(arrives, value, read_slot(slots, slot)))

@@ -94,7 +94,7 @@ def spmd_of_rank(
     def alone(params: Tree, batch: Tree, *rank: jax.Array) -> tuple[Tree, jax.Array, Tree]:
         specs = jax.tree.map(lambda _: P(), params)
         device = Device(model, layout, ticks, params, specs, batch, *rank)
-        # without noise an idle rank would receive zeros
+        # an idle tick's output is zeros, so without noise the rank would receive zeros
         noise = 0.01 * jax.random.normal(jax.random.key(0), device.x.shape, device.x.dtype)
         own = lambda value, _: jnp.clip(value + noise, -1, 1)  # noqa: E731
         return device.results(*TickBody(device, own).run(), lambda grads, _: grads)
@@ -115,9 +115,13 @@ def _of_ranks(layout: Layout, ticks: Ticks) -> tuple[jax.Array, ...]:
 
 
 def spmd_bytes(model: Model, layout: Layout, ticks: Ticks, layers: Tree) -> dict[str, int]:
-    """Return the bytes on one device, by use. layers: staged layers or shapes, with shardings."""
+    """Return the bytes on one device by use: weights, gradients, activations, transfers.
+
+    layers: staged layers, or their shapes, with shardings.
+    """
     # 1. parameters and sums of gradients
-    num_layers, parts = int(layout.counts.max()), ("embed_head", "layers")  # slots of a chunk
+    # num_layers: layer slots of a chunk
+    num_layers, parts = int(layout.counts.max()), ("embed_head", "layers")
     held = layout.num_chunks * num_layers
     embed_head, layer = (model.held[part] for part in parts)
     trained, trained_layer = (trained_part(model.held[p], model.stack.trains(p)) for p in parts)
@@ -137,7 +141,10 @@ def spmd_bytes(model: Model, layout: Layout, ticks: Ticks, layers: Tree) -> dict
 
 
 def waiting_bytes(model: Model, num_layers: int, *, with_pending: bool) -> tuple[int, int]:
-    """Return (bytes of a stash, bytes of pending values); undivided if XLA divides the stage."""
+    """Return (bytes of a stash, bytes of pending values) of one microbatch in `num_layers` layers.
+
+    Bytes are those of whole arrays if XLA divides the stage, else of one device's.
+    """
     stage, w = model.stage, [model.computed_layer] * num_layers
     pending = lambda: tree_bytes(stage.pending_shapes(w)) if with_pending else 0  # noqa: E731
     return model.traced(lambda: (tree_bytes(stage.stash_shapes(w)), pending()))

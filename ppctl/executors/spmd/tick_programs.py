@@ -115,7 +115,7 @@ class TickBody:
         return reduce(or_, runs)
 
     def _embed_part(self, at: dict[str, At], carry: Tree) -> Tree:
-        """Return the carry after E: it has the input of this tick's forward of the first stage."""
+        """Return the carry after E, which writes the input of this tick's first-stage forward."""
         device, m, slot = self.device, at["F"]["embedded"], at["F"]["act"]
         run = lambda: jax.lax.psum(device.embed(m - 1), "pp")  # noqa: E731
         with jax.named_scope(SCOPES["E"]):
@@ -190,7 +190,8 @@ class TickBody:
             carry["grad"] = write_slot(carry["grad"], at["grad"], gy)
             return y, carry
         gy, carry["ends"] = self._head(at, y, lambda: y, carry["ends"])
-        return gy if trains else y, carry  # the last stage's output is gy
+        # gy is y, except on the last stage: its output is gy, which its rank sends to itself
+        return gy if trains else y, carry
 
     def backward(self, at: At, out: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
         def run(v: int, layers: list, stash: Tree, cotangent: Callable) -> tuple:
@@ -222,13 +223,17 @@ class TickBody:
     def _in_backward(
         self, at: At, carry: Tree, name: str, run: Callable[..., tuple]
     ) -> tuple[jax.Array, Tree]:
-        """Return (gx, carry) after run(v, carry[name], stash, cotangent) -> (gx, value, ends)."""
+        """Return (gx, carry) after run(v, carry[name], stash, cotangent) -> (gx, value, ends).
+
+        name: the entry that `run` updates to value: "layers" or "pending".
+        """
         # 1. the stash, and a function that returns (gy, new `ends`, or () if unchanged)
         device, grads = self.device, carry[self.grad]
         arrived = lambda: read_slot(grads, at["grad"])  # noqa: E731
         recomputes = self.stage.keeps_input
         stash = self._input(at, carry) if recomputes else read_slot(carry["stash"], at["stash"])
-        otherwise = arrived if grads.shape[0] else None  # no gradient arrives at a single stage
+        # without slots there is a single stage, where no gradient arrives
+        otherwise = arrived if grads.shape[0] else None
 
         def cotangent(ends: Tree, y: jax.Array | None) -> tuple[jax.Array, Tree]:
             if y is None or self.has_parts:

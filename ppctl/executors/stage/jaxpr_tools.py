@@ -82,7 +82,7 @@ def run_jaxpr(closed: core.ClosedJaxpr, args: Sequence[Any], wanted: Mask) -> li
 def add_last_outputs(
     closed: core.ClosedJaxpr, args: Tree, own: Tree, total: Tree
 ) -> tuple[Tree, Tree]:
-    """Return (first outputs, as a tree like `own`; `total` with the other outputs added)."""
+    """Return (first outputs, in the tree structure of `own`; `total` plus the other outputs)."""
     (first, own_def), (sums, total_def) = jax.tree.flatten(own), jax.tree.flatten(total)
     found = add_outputs(closed, jax.tree.leaves(args), [*[None] * len(first), *sums])
     others = jax.tree.unflatten(total_def, found[len(first) :])
@@ -148,7 +148,7 @@ class Origins:
         self.uses = Counter(v for v in read if not is_literal(v))
 
     def path(self, v: Any, passes: Callable[[core.JaxprEqn], bool]) -> list[Any]:
-        """Return [v, operand of v's equation, operand of its equation, ...] while these pass."""
+        """Return [v, operand of v's equation, ...], as far as `passes` accepts the equations."""
         path = [v]
         while self.is_own(v) and passes(self.made_by[v]):
             v = next(a for a in self.made_by[v].invars if not is_literal(a))
@@ -214,7 +214,11 @@ def bind_eqn(eqn: core.JaxprEqn, values: Sequence[Any], **changes: Any) -> list[
 def demand(
     jaxpr: core.Jaxpr, outs: Mask, always: frozenset[int] = frozenset()
 ) -> tuple[dict[int, Mask], Mask]:
-    """Return masks (results by equation, inputs): needed for `outs` or the equations `always`."""
+    """Return masks of needed values: (results of each needed equation by its index, inputs).
+
+    outs: mask of the needed outputs. always: indices of equations that run in any case, besides
+    those with effects.
+    """
     need, masks = select_variables(jaxpr.outvars, outs), {}
     for i, eqn in reversed([*enumerate(jaxpr.eqns)]):
         whole = has_effects(eqn) or i in always

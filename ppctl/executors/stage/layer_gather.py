@@ -64,7 +64,10 @@ def _scanned(
     reverse: bool,
     first: Tree,
 ) -> tuple[Tree, Any, Tree]:
-    """Return `fold_gathered` of stacked layers. The last iteration gathers its layer again."""
+    """Return `fold_gathered` of stacked layers.
+
+    The last iteration, which has no next layer, gathers its own layer again: the last result.
+    """
     num_layers = jax.tree.leaves(w)[0].shape[0]
     take = lambda a, k: jax.lax.dynamic_index_in_dim(a, k, keepdims=False)  # noqa: E731
     shards_of = lambda k: jax.tree.map(lambda a: take(a, k), w)  # noqa: E731

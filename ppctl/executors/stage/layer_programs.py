@@ -44,7 +44,7 @@ def add_trees(total: Tree, update: Tree) -> Tree:
 def vjp_of(
     layer: Layer, w: Tree, x: jax.Array, trainable: Tree
 ) -> tuple[jax.Array, Callable[[jax.Array], tuple]]:
-    """Return (y, function from the gradient of y to those of w's trainable part and of x)."""
+    """Return (y, function from the gradient of y to the gradients of w's trainable part and x)."""
     run = lambda trained, x: layer(with_trained(trained, w), x)  # noqa: E731
     return jax.vjp(run, trained_part(w, trainable), x)
 

@@ -54,7 +54,8 @@ class Split:
 def split(pull: Callable, w: Tree, saved: Tree, gy: Shape) -> Split:
     """Return the two halves of gx, dw = pull(w, saved, gy).
 
-    Raises ConfigError if an operation that cannot be cut, such as a while loop, yields both.
+    Raises ConfigError if each half needs other results of an operation that cannot be cut, such as
+    a while loop.
     """
     closed, (gx_shape, dw_shape) = jax.make_jaxpr(pull, return_shape=True)(w, saved, gy)
     flat = flatten(closed)
@@ -206,7 +207,10 @@ class _Cut:
 
 
 class _ScanCut:
-    """A scan cut in two: a loop for the results `early`, and a later loop for `late`."""
+    """A scan cut in two: a loop for the results in the mask `early`, a later loop for `late`.
+
+    constant: variables that are equal for every microbatch.
+    """
 
     def __init__(self, eqn: core.JaxprEqn, early: Mask, late: Mask, constant: set[core.Var]):
         params = eqn.params
@@ -216,7 +220,8 @@ class _ScanCut:
         fixed = [is_literal(v) or v in constant for v in eqn.invars]
         fixed[loop] = [False] * self.num_carry
         handed = [False] * len(fixed)
-        handed[loop] = early[: self.num_carry]  # the carries that `demand` found for all iterations
+        # `demand` made `early` include all carries that an iteration of the first loop reads
+        handed[loop] = early[: self.num_carry]
         while True:  # until the second loop's carry has all that an iteration reads
             self.cut = _Cut(body, early, late, handed=handed, fixed=fixed)
             carried = [a or b for a, b in zip(late, self.cut.second_reads[loop], strict=False)]
@@ -232,7 +237,11 @@ class _ScanCut:
     def _run(
         self, step: Callable, mask: Mask, values: list[Any], handed: Sequence[jax.Array]
     ) -> tuple[list[Any], Any]:
-        """Return (results, crossing values) of a loop; step(inputs, handed): of an iteration."""
+        """Return (results, crossing values) of a loop over step(inputs, handed), of the same form.
+
+        mask: carries and results that the loop computes. handed: values from the first loop, with
+        a leading dim over iterations; [] in the first loop itself.
+        """
         number, consts = self.num_carry, values[: self.num_consts]
         start, xs = values[self.num_consts :][:number], values[self.num_consts + number :]
         start = [value if m else None for value, m in zip(start, mask, strict=False)]

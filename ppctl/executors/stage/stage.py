@@ -63,7 +63,7 @@ class LayerSlots:
     count: jax.Array | None = None  # number of layers; later slots are padding; None: no padding
     numbers: range | jax.Array | None = None  # layer number of each slot; None: layers are alike
     among: tuple[tuple[int, ...], ...] = ()  # layers that each slot may hold, if numbers are traced
-    is_one_of: bool = False  # whether several chunks use the same stash slots: all are packed
+    is_one_of: bool = False  # whether chunks share stash slots, so that all stashes are packed
 
     def at(self, k: Any) -> tuple[Any, tuple[int, ...]]:
         """Return (the layer in slot k, the layers that it may be if it is traced)."""
@@ -330,9 +330,12 @@ class Stage:
         return gx, dw if total is None else add_trees(total, dw)
 
     def _in_turn(self, w: Any, held: Any) -> tuple[Any, ...]:
-        """Return (held,) for unrolled layers, as each updates its entry of the list, else ()."""
+        """Return `held` as an argument tuple of `_fold`, which gives each unrolled layer its entry.
+
+        (): layers are scanned, or held is None.
+        """
         return (held,) if held is not None and isinstance(w, list) else ()
 
     def _all_added(self, w: Any, sums: Any, dw: Any) -> Any:
-        """Return dw with `sums` added, unless each layer has already added its entry."""
+        """Return dw with `sums` added, unless unrolled layers have already added their entries."""
         return dw if sums is None or self._in_turn(w, sums) else add_trees(sums, dw)

@@ -1,7 +1,9 @@
 """A network, any function of a batch, as a stack: its operations in order, cut into layers.
 
 x is one vector per example. A layer's parameters are a row [1, n] "kernel" and a vector [n] "bias",
-whose dims mark matrices for optimizers. docs/executors-internals.md: "A network as a stack".
+whose dims mark matrices for optimizers. A mark is a call of stage_boundary. Leaves are a
+trace's arguments besides the batch: parameters, then a scalar for each attached loss, then keys.
+docs/executors-internals.md: "A network as a stack".
 """
 
 import hashlib
@@ -79,7 +81,7 @@ class TracedNetwork:
         params = jax.tree.unflatten(self.treedef, leaves)
         examples = self._examples(NUM_EXAMPLES[0])
         apply = partial(network.apply, key=None) if self.has_key else network.apply
-        # names of losses; their places are the leaves after the parameters, in this order
+        # names of losses; after the parameters a trace has one leaf for each, in this order
         self.losses = attached_in(apply, params, examples)
         self.traces: dict[tuple[int, bool], Trace] = {}
         trace = self.trace = self.at(NUM_EXAMPLES[0])
@@ -132,7 +134,7 @@ class TracedNetwork:
         return len(self.shapes) + len(self.losses)
 
     def _attached(self, start: int, stop: int, with_key: bool = False) -> dict[int, str]:
-        """Return by leaf the losses that operations from `start` up to `stop` (excluded) attach."""
+        """Return {leaf index: name} of losses that operations `start`, ..., `stop` - 1 attach."""
         users, trace = range(start, stop), self.at(NUM_EXAMPLES[0], with_key)
         named = enumerate(self.losses, len(self.shapes))
         return {i: name for i, name in named if any(op in users for op in trace.users(i))}
@@ -182,7 +184,10 @@ class TracedNetwork:
         return l if 0 <= l < self.num_layers else None
 
     def _checked(self, place: int) -> int:
-        """Return how many scalars of an example cross a boundary. ConfigError if one cannot."""
+        """Return the number of scalars per example that cross the cut before operation `place`.
+
+        Raises ConfigError if none crosses, or one is an integer or does not grow with the batch.
+        """
         few, many = (self.at(num_examples).crossing(place) for num_examples in NUM_EXAMPLES)
         l = self.bounds.index(place)
         if integers := integers_crossing(self.trace, place):

@@ -2,6 +2,7 @@
 
 Operations are the equations that depend on the inputs; any range of them can run by itself. Other
 equations (of only parameters and constants, or reshapes) run wherever their results are needed.
+A mark is a call of stage_boundary, where the user wants a cut.
 """
 
 import math
@@ -53,7 +54,7 @@ class Trace:
         self.marks: list[int] = []  # number of operations before each mark
         self.marked: dict[core.Var, Any] = {}  # result of a mark -> its argument
         self.made_by: dict[core.Var, core.JaxprEqn] = {}  # result -> its equation, not an operation
-        self._read: list[set[core.Var]] = []  # leaves, inputs and results that each reads
+        self._read: list[set[core.Var]] = []  # leaves, inputs and results that each operation reads
         reads: dict[core.Var, set[core.Var]] = {v: {v} for v in jaxpr.invars}
         read_by = lambda vs: set().union(*(reads.get(v, set()) for v in vs if not is_literal(v)))  # noqa: E731
         leaves_set = set(self.leaves)
@@ -261,7 +262,10 @@ class NetworkCuts:
         return {place for places in ranges for place in places}
 
     def _head(self, bounds: Sequence[int]) -> int:
-        """Return the head's first operation, moved into the last layer if its input is too wide."""
+        """Return the head's first operation: bounds[-1], or an earlier one inside the last layer.
+
+        It is earlier if the head's input would be wider than `WIDE` allows.
+        """
         widest = max(_size(self.trace.crossing(place)) for place in bounds[:-1])
         if _size(self.trace.crossing(bounds[-1])) <= WIDE * widest:
             return bounds[-1]

@@ -68,7 +68,8 @@ class NodeCommand:
     def _start(self, log: IO[bytes], error_file: Path) -> None:
         """Start the process; it exits when this one, which holds the pipe, is gone."""
         alive, self.held = os.pipe()
-        # block the signal before the time limit in the child: it is for this process
+        # Slurm may send the child, too, the signal before the time limit; only this process handles
+        # it, so the child starts with the signal blocked
         warning = getattr(signal, f"SIG{submitit.JobEnvironment.USR_SIG}")
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [warning])
         try:

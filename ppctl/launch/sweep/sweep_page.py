@@ -91,7 +91,7 @@ def _figures_over(key: str, done: Sequence[Result]) -> str:
 
 
 def _means(places: Sequence[tuple[float, Result]], name: str) -> list[tuple[float, float]]:
-    """Return (x, mean of the recorded values of a number) for each x, ascending."""
+    """Return (x, mean of number `name`) for each x in `places`, ascending."""
     values: dict[float, list[float]] = defaultdict(list)
     for x, result in places:
         if (value := result.numbers[name]) is not None:

@@ -57,7 +57,8 @@ def _curves(path: Path, since_s: float) -> tuple[dict[str, Curve], dict[str, Any
 def equal_errors(results: Sequence[Result]) -> dict[str, list[Job]]:
     """Return the failed jobs, grouped by error message, in the order of each group's first job.
 
-    Messages that differ only in the job's run.dir are one group, with RUN_DIR for the directory.
+    Messages that differ only in the job's run.dir are one group; in the message of a group of
+    several jobs, RUN_DIR stands for the directory.
     """
     alike: dict[str, list[Result]] = {}
     for result in results:
@@ -126,8 +127,8 @@ class Best(NamedTuple):
 def best_of(results: Sequence[Result]) -> list[Best]:
     """Return the best finished jobs by loss and by speed.
 
-    Losses are compared if settings besides the layout vary and all these jobs trained equally many
-    steps; speeds are compared if no job shared the machine.
+    Losses are compared if a setting outside LAYOUT was swept and all finished jobs trained the same
+    number of steps; speeds are compared if no job shared the machine.
     """
     done = [result for result in results if result.is_done]
     names = {key.lstrip("+").split(".")[0] for result in results for key in result.job.values}
@@ -170,7 +171,7 @@ def decimals(values: Iterable[float | None]) -> int:
 
 
 def write_records(directory: Path, results: Sequence[Result]) -> None:
-    """Write one record per job: its number, swept values by key, ENDS and NUMBERS.
+    """Write sweep.json, a record per job: number, swept values, fields ENDS and NUMBERS.
 
     Numbers that are not finite are null. OSError if the file cannot be written.
     """

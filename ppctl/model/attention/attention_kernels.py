@@ -137,7 +137,8 @@ def attention(
 ) -> Kernel:
     """Return causal softmax attention; in each call, `choose` selects the kernel by the shapes.
 
-    device: the target device; None: the first attached one. axes: the mesh axes in the stage.
+    device: the target device; None: the first attached one. axes: mesh axes that divide a
+    stage.
     """
 
     def mix(

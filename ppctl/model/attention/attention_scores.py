@@ -34,7 +34,10 @@ class Scoring:
         return scores if self.softcap is None else self.softcap * jnp.tanh(scores / self.softcap)
 
     def pulled(self, change: jax.Array, capped: jax.Array) -> jax.Array:
-        """Return the gradient of the scaled scores; `change`: the gradient of the capped scores."""
+        """Return the gradient with respect to the scaled scores.
+
+        change: the gradient with respect to the capped scores. capped: their values.
+        """
         return change if self.softcap is None else change * (1 - jnp.square(capped / self.softcap))
 
     def num_pairs(self, num_tokens: int) -> int:

@@ -140,7 +140,7 @@ class _Blocks:
             is_padding = j * block + jnp.arange(block) >= self.num_keys
             return jnp.where(is_padding, NEVER, capped) if self.num_keys % block else capped, capped
         here = np.arange(self.q.shape[-2])
-        comes_later = here[:, None] < here  # [query, key] of one block
+        comes_later = here[:, None] < here  # mask [query, key] of a diagonal block
         is_never = (i == j) & comes_later
         if self.scoring.window is not None:
             is_never |= (i - j) * len(here) + here[:, None] - here >= self.scoring.window

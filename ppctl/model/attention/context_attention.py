@@ -177,7 +177,10 @@ def _two_pairs(
 
 
 def _of_pieces(is_earlier: jax.Array, halves: list[jax.Array]) -> jax.Array:
-    """Return the gradients [B, T, ...] of keys (or values). halves: those of the two pairs."""
+    """Return the gradients [B, T, ...] of another device's keys (or values).
+
+    halves: gradients [B, C, ...] of the keys (or values) of each of the `_two_pairs`.
+    """
     first, second = halves
     late = jnp.where(is_earlier, 0, second)
     return jnp.concatenate([first + jnp.where(is_earlier, second, 0), late], axis=1)

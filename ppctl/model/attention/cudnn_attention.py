@@ -74,7 +74,7 @@ def is_unmasked(params: Mapping[str, Any]) -> bool:
 def flops(call: str, shape: tuple[int, ...], num_keys: int) -> int:
     """Return the FLOPs of one of CALLS over all pairs of tokens; a backward counts twice a forward.
 
-    shape: shape of q, [B, T, N, H].
+    shape: shape of q, [B, T, N, H]. num_keys: S.
 
     >>> flops(FORWARD, (1, 8, 2, 4), 8)
     2048

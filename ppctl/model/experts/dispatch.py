@@ -159,7 +159,7 @@ def by_alltoall(
     capacity: float | None,
     compute: Compute,
 ) -> Combined:
-    """Return each token's sum over its experts; a device sends num_slots rows to every device."""
+    """Return each token's sum over its experts; a device sends equally many rows to each."""
     # 1. sort this device's rows by receiver, num_slots for each
     (M, K), n, L = chosen_MK.shape, group.size, group.num_local
     num_slots = -(-num_rows(M, K, group, capacity) // n)
@@ -169,7 +169,7 @@ def by_alltoall(
     ends_n = jnp.cumsum(counts_nL.sum(1))
     first_n = ends_n - counts_nL.sum(1)
     slots = first_n[:, None] + jnp.arange(num_slots)
-    source = order[jnp.minimum(slots, M * K - 1)].reshape(-1)  # token and choice of each slot
+    source = order[jnp.minimum(slots, M * K - 1)].reshape(-1)  # token * K + choice, by slot
     device, place = chosen // L, row - first_n[chosen // L]
     slot = jnp.where(place < num_slots, device * num_slots + place, n * num_slots)
     places = Places(source // K, slot.reshape(M, K))

@@ -13,7 +13,8 @@ LOAD, ENTROPY, LOST = "expert_load", "expert_entropy_nats", "expert_dropped_toke
 def balance(counts: Mapping[str, Any]) -> dict[str, list[float | None]]:
     """Return {metric: values by layer}; the value of a layer without experts is None.
 
-    counts: a step's counts by the names of counted parameters, [L, E] and, with a capacity, [L, 1].
+    counts: a step's counts by the name of the reported parameter: "router/bias" [layers, E
+    experts]; with a capacity also "router/dropped" [layers, 1].
     expert_load: tokens of the most loaded expert over the mean; 1 is even. expert_entropy_nats:
     -sum p ln p of the experts' shares p of tokens; ln E is even. expert_dropped_tokens: tokens
     dropped by the capacity; a token counts once for each expert that dropped it.

@@ -31,7 +31,7 @@ COUNTED, DROPPED = ("router", "bias"), ("router", "dropped")  # parameters with 
 
 
 def new_experts(sizes: ExpertSizes, d_model: int, draw: Any, *, is_gated: bool) -> Params:
-    """Return the initial parameters of a layer's router and experts."""
+    """Return initial parameters of a layer's router and experts; is_gated: experts have a gate."""
     E, F = sizes.num_experts, sizes.width
     kernel = initializers.lecun_normal(batch_axis=0)
     router = {"kernel": draw(initializers.lecun_normal(), d_model, E)}
@@ -121,7 +121,7 @@ def counted_updates(sizes: ExpertSizes) -> dict[str, Any]:
 def used_layers(sizes: ExpertSizes | None) -> dict[str, int]:
     """Return `StackOptions.used_layers`: the number of layers that use each part.
 
-    It is 0 for counters, so that they do not count as parameters.
+    It is 0 for parameters that only report counts, so that parameter counts leave them out.
     """
     if sizes is None:
         return {}

@@ -123,7 +123,8 @@ def _scan_rows(x: jax.Array, w: jax.Array, sizes: jax.Array, transpose: bool) ->
             start = jnp.minimum(first, num_rows - block)
             rows = lax.dynamic_slice_in_dim(x, start, block)
             found = lax.dot_general(rows, matrix, dims, preferred_element_type=wide)
-            # keep rows of earlier blocks; zero the rows of later experts, which write them later
+            # a block of fixed size may overlap rows of earlier blocks, which are kept, and rows of
+            # later experts, which are zeroed, as later blocks write them
             row = (start + jnp.arange(block))[:, None]
             found = jnp.where(row < end, found.astype(x.dtype), 0)
             found = jnp.where(row < first, lax.dynamic_slice_in_dim(out_RF, start, block), found)

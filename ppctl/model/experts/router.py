@@ -122,10 +122,11 @@ def _chosen(scores_ME: jax.Array, sizes: ExpertSizes) -> jax.Array:
 def balance_loss(
     is_chosen_ME: jax.Array, shares_ME: jax.Array, top_k: int, num_sequences: int, axes: StageAxes
 ) -> jax.Array:
-    """Return this device's summand of the balance loss: the sum of T times a sequence's loss.
+    """Return this device's summand of the balance loss, a sum over sequences.
 
-    A sequence of T tokens has the loss sum_e f_e P_e, which is 1 for even loads. f_e is E / (K T)
-    times the number of its tokens that chose e, and P_e the mean of its tokens' shares of e.
+    A sequence of T tokens adds T * sum_e f_e P_e; the sum over e is 1 for even loads. f_e is
+    E / (K T) times the number of the sequence's tokens that chose e, and P_e is the mean of these
+    T tokens' shares of e.
     """
     # 1. the sequence of each row
     num_rows, num_experts = shares_ME.shape

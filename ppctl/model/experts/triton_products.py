@@ -20,12 +20,13 @@ TOGETHER = 8  # row tiles that run in succession, so that w's columns stay in th
 
 
 class Limits(NamedTuple):
-    """Sizes of a program for a kind of GPU. Measured: docs/benchmarks.md, "Experts on one H200".
+    """Memory and warps for a kind of GPU. Measured: docs/benchmarks.md, "Experts on one H200".
 
     described: kind of the target GPU if it is not attached; None: an attached GPU.
     """
 
-    # bytes of operands loaded ahead; GPUs of compute capability 8.6, 8.9 and 12.0 hold 101,376
+    # bytes of shared memory for operands loaded ahead; GPUs of compute capability 8.6, 8.9 and 12.0
+    # have 101,376 bytes
     shared_bytes: int = 98304
     num_warps: int = 8  # warps of a program of `weights`
     described: str | None = None
@@ -39,7 +40,10 @@ class Limits(NamedTuple):
 
 
 def limits_of(capability: tuple[int, int], described: str | None = None) -> Limits:
-    """Return the sizes for a compute capability: 9.x and 10.x have 227 KiB of shared memory."""
+    """Return the limits for GPUs of a compute capability; described: see `Limits`.
+
+    GPUs of compute capability 9.x and 10.x have 227 KiB of shared memory.
+    """
     sizes = (196608, 4) if capability[0] in (9, 10) else Limits()[:2]
     return Limits(*sizes, described)
 
@@ -47,8 +51,8 @@ def limits_of(capability: tuple[int, int], described: str | None = None) -> Limi
 def tiles(sizes_E: jax.Array, num_rows: int, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return (group, first row, end of the group's rows) of tiles that cover all rows.
 
-    Groups are the experts, then the rows after all experts. The number of tiles suffices for any
-    sizes; an unused tile has end 0.
+    block: rows of a tile. Groups are the experts, then the rows after all experts. The number of
+    tiles suffices for any sizes; an unused tile has end 0.
     """
     ends = jnp.append(jnp.cumsum(sizes_E), num_rows).astype(jnp.int32)
     sizes = jnp.diff(ends, prepend=0)

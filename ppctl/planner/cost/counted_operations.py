@@ -2,10 +2,10 @@
 
 A matrix product counts its FLOPs, and its operands and results as traffic. Compilers fuse
 element-wise operations into their readers, so other operations count only their writes to memory,
-and reductions their reads. A result is written if a matrix product reads it, if the program returns
-it, or if a scatter makes it. A written result counts twice: its write, and the read of an input of
-equal size. Reductions of the same values at the same `Program.depth` share one read. Views, such as
-reshapes and transposes, have no traffic.
+and reductions also count their reads. A result is written if a matrix product reads it, if the
+program returns it, or if a scatter makes it. A written result counts twice: its write, and the read
+of an input of equal size. Reductions of the same values at the same `Program.depth` share one read.
+Views, such as reshapes and transposes, have no traffic.
 """
 
 from collections.abc import Callable, Sequence
@@ -173,7 +173,7 @@ class Program:
             if not is_scan(eqn):
                 return sum(size for first, end, size in lives if first <= t <= end)
             body = eqn.params["jaxpr"].jaxpr
-            # only a loop adds its results: the peak of a single iteration includes them
+            # the body's peak includes one iteration's results; a loop's results are added to it
             is_loop = eqn.params["length"] > 1
             around = sum(size for first, end, size in lives if first < t + is_loop and t <= end)
             return around + Program(body.eqns, body.outvars).peak_bytes()
@@ -201,7 +201,7 @@ class Program:
         return max((1 + self.depth(eqn.invars[0]) for eqn in reductions), default=0)
 
     def added_bytes(self, product: core.JaxprEqn) -> float:
-        """Return the bytes of traffic to add a product to a sum; 0 unless this is its only use."""
+        """Return the bytes of traffic to add a product to its sum; 0 if it has another reader."""
         v = product.outvars[0]
         while len(readers := self.readers.get(id(v), [])) == 1:
             (eqn,) = readers
@@ -213,7 +213,7 @@ class Program:
         return 0.0
 
     def is_added_by_product(self, eqn: core.JaxprEqn) -> bool:
-        """Return whether an equation returns an argument plus a product with no other reader."""
+        """Return whether eqn makes a result: an argument plus a product without other readers."""
         if eqn.primitive.name not in ADDITIONS or id(eqn.outvars[0]) not in self.returned:
             return False
         ways = eqn.invars, eqn.invars[::-1]
@@ -245,7 +245,7 @@ class Program:
 
 
 def _times(length: int, op: Op) -> Op:
-    """Return an operation for all iterations of a scan."""
+    """Return the operation with its FLOPs, bytes and sends over `length` iterations of a scan."""
     sizes = {name: length * getattr(op, name) for name in ("flops", "bytes", "sum_bytes")}
     return replace(op, **sizes, times=Extent(fixed=length * op.times.fixed))
 
@@ -272,7 +272,8 @@ def _traffic(eqn: core.JaxprEqn) -> Callable[[Any], float]:
         return _size
     rows: Any = eqn.invars[0]
     share = counted_products.num_rows_of(eqn) / rows.aval.shape[0]
-    return lambda v: _size(v) * (1.0 if v.aval.ndim == 3 else share)  # 3 dims: weights; 2: rows
+    # weights (3 dims) count whole; of the rows (2 dims), only the share that the product computes
+    return lambda v: _size(v) * (1.0 if v.aval.ndim == 3 else share)
 
 
 def _kernel(eqn: core.JaxprEqn) -> Kernel:

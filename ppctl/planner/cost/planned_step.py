@@ -26,7 +26,8 @@ class Machine:
     network: Link | None  # link between hosts; None: `link` reaches every device
     host_devices: int | None  # devices of a host or pod; None: all
     task_s: float  # seconds to start a task or a tick
-    cores: int | None = None  # CPU cores shared by simulated devices, at most one core a device
+    # CPU cores shared by simulated devices, at most one core a device; None: no sharing
+    cores: int | None = None
     order: str = "auto"  # mesh.order: axes to be placed over hosts first
     gathers_ahead: bool = False  # whether gathers overlap compute
 
@@ -107,7 +108,7 @@ class Step:
     gather: str = "step"  # step | layer: executor.gather
     unroll: float = inf  # maximum number of layers to unroll; more are scanned
     adds: bool = False  # whether the devices' matrix products can add their results to sums
-    casts: int = 1  # casts of the parameters to the compute dtype in a step
+    casts: int = 1  # number of casts of the parameters to the compute dtype in a step
 
     def with_layers(self, rank_layers: int, chunk_layers: int) -> Self:
         """Return the step with these layers on the largest rank and in its largest chunk."""
@@ -115,7 +116,7 @@ class Step:
         return replace(self, layout=layout)
 
     def adds_in_place(self, num_layers: int) -> bool:
-        """Return whether products add gradients to their sums. False in a scan over layers."""
+        """Return whether products add gradients to sums; False if num_layers layers are scanned."""
         return self.adds and num_layers <= self.unroll
 
     @property
@@ -154,7 +155,7 @@ class Step:
 
     @property
     def summed_bytes(self) -> Iterator[tuple[Ring, float]]:
-        """Yield (ring of copies, bytes of gradients that a device sums over it)."""
+        """Yield (ring of replicas, bytes of gradients that each device sums over this ring)."""
         whole = self.trained_bytes
         for axes, *sizes in self.params.own:
             own = self.kept(*sizes)

@@ -40,7 +40,7 @@ Tree = Any
 class PipelinePlan:
     """The predicted step of a pipeline, before anything is compiled. Made by `ppctl.plan`."""
 
-    hardware: str | None  # name of the description used; None: the devices are unknown
+    hardware: str | None  # name of the hardware description; None: the devices are unknown
     dtype: str  # compute dtype
     memory: tuple[Mapping[str, int], ...]  # bytes of one device of each rank, by part
     limit: DeviceLimit | None  # memory of a device; None: unknown

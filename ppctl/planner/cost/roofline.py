@@ -150,7 +150,7 @@ class Link:
         return self.latency_s + num_bytes / self.bytes_per_s
 
     def gather_s(self, num_bytes: float, size: int) -> float:
-        """Return the seconds of an all-gather to num_bytes bytes, or a reduce-scatter of them.
+        """Return the seconds of an all-gather to, or a reduce-scatter from, arrays of num_bytes.
 
         >>> Link(0.0, 10.0).gather_s(40.0, 4)
         3.0
@@ -202,7 +202,7 @@ class ModelWork:
     # bytes that the forward of a layer keeps, by remat; with remat=full, the forward of a stage
     stash_bytes: dict[str, int]
     pending_bytes: dict[str, int]  # bytes handed from a layer's I to W, by remat
-    residual_bytes: float = 0.0  # bytes of a layer that its backward reads after recomputation
+    residual_bytes: float = 0.0  # bytes of a layer's residuals, saved or recomputed
     head_bytes: Extent = Extent()  # peak bytes of the head, for all examples
     # peak bytes of I in a layer with experts, besides the residuals, for all examples; by remat
     expert_bytes: dict[str, Extent] = field(default_factory=dict[str, Extent])

@@ -50,7 +50,7 @@ def workspace_bytes(step: Step) -> int:
     stash until it is written to its slot; the last stage's also holds the head's logits. A backward
     holds recomputed residuals (with remat=full the head's too), and the gradients of a chunk until
     they are added, unless products add them (`Step.adds`). With experts it also holds several
-    arrays of all rows that a device has room for, and a copy of the stash from its slot.
+    arrays of token rows at their full size, and a copy of the stash from its slot.
     """
     work, layers, remat = step.work, step.layout.chunk_layers, step.microbatch.remat
     examples, gradients = step.microbatch.examples, 0.0
@@ -86,7 +86,7 @@ def task_bytes(step: Step, kind: str, layers: int, *, has_head: bool) -> int:
     if kind in ("F", "forward"):
         return round(max(rest, logits))  # one layer at a time, then the head
     if kind == "I" and remat.recomputes:
-        return round(logits)  # recomputed residuals are handed to W
+        return round(logits)  # recomputed residuals are results for W, not temporaries
     live = remat.live_residual_layers(layers) * step.work.residual_bytes * step.microbatch.examples
     return round(live + max(rest + gradients + step.expert_bytes, logits))
 

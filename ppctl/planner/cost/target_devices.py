@@ -140,7 +140,10 @@ class Target:
         return DeviceLimit(stated // self.number, f"this machine's memory{shared}")
 
     def _limit_of(self, hardware: Hardware, *, here: bool) -> DeviceLimit | None:
-        """Return the usable memory of described hardware; for a GPU, the part that JAX reserves."""
+        """Return the usable memory of described hardware; for a GPU, the part that JAX reserves.
+
+        here: see `memory_share`. None: the description states no memory.
+        """
         if hardware.memory_gib is None:
             return None
         name, gib = f"hardware={hardware.name}", hardware.memory_gib

@@ -20,7 +20,8 @@ from ppctl.planner.cost.roofline import Extent, ModelWork, Op, PieceWork, Produc
 from ppctl.schedule.remat import Remat
 
 Tree = Any
-# examples of a trace, compared with a trace of twice as many; 1 is left out, a special case
+# numbers of examples to trace, each with a trace of twice as many for comparison; not 1, because
+# one example traces to other operations
 FEW = (2, 4, 8, 16)
 
 
@@ -117,7 +118,7 @@ def _piece(
 
 
 def _mean(layers: list[PieceWork]) -> PieceWork:
-    """Return the mean work of these layers: all their operations, each divided by their number."""
+    """Return the layers' mean work: all operations, each divided by the number of layers."""
     kinds, count = zip(*(vars(layer).values() for layer in layers), strict=True), len(layers)
     names = "flops", "bytes", "fixed_bytes", "sum_bytes"
 

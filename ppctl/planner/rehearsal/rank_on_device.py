@@ -64,7 +64,7 @@ class Replicas:
 
 
 class RankPart(NamedTuple):
-    """A rank's role, its prepare entry (only for shapes), and its tasks in order."""
+    """A rank's role, its tasks in order, and the entry that prepares its weights (for shapes)."""
 
     role: RankRole
     prepare: PlanEntry
@@ -267,7 +267,7 @@ def time_in_ticks(
 
 
 def _options(job: TrainingJob, on: Replicas, preset: CompilerPreset) -> dict[str, Any]:
-    """Return the compiler options of a program. preset: used on CPUs if tasks are programs."""
+    """Return the compiler options of a program. preset: for executor=mpmd on CPUs."""
     execution = job.pipe.execution
     has_presets = execution.engine.dispatches_tasks and on.platform == "cpu"
     return (cpu_options(preset) if has_presets else {}) | dict(execution.xla_flags)
@@ -292,7 +292,7 @@ def _arrived(a: jax.Array) -> jax.Array:
 
 # One device of a divided stage, with stand-ins for the values that it receives from the others.
 # A stand-in is made from local values, with the size and dtype of the received value: a gather
-# writes as many bytes, a reduce-scatter adds as many. Sends take no time; callers predict it.
+# writes as many bytes, a reduce-scatter adds as many. Sends do not run; callers predict their time.
 
 
 def alone(function: Callable[..., Any], axes: StageAxes) -> Callable[..., Any]:
@@ -332,13 +332,13 @@ def _run_alone(eqn: core.JaxprEqn, values: list[Any]) -> list[Any]:
 
 
 def _without_sends(body: Any) -> Any:
-    """Return the jaxpr of a loop, or a tuple of branches' jaxprs, with stand-ins."""
+    """Return a loop's jaxpr, or branches' jaxprs, with stand-ins for received values."""
     if isinstance(body, tuple):
         return tuple(map(_without_sends, body))
     return retraced(body, _run_alone)
 
 
-# stand-ins; the barriers hide local values from compilers, which would simplify their copies
+# stand-ins; without the barriers, compilers would simplify the copies of local values away
 
 
 def _gathered(value: jax.Array, params: dict[str, Any]) -> jax.Array:

@@ -216,7 +216,7 @@ class Simulated:
         return tuple(map(seconds, range(len(self.job.pipe.schedule.ranks_of(kind)))))
 
     def _with_gathers(self, layers: int, f: float, i: float, w: float) -> tuple[float, float]:
-        """Return the seconds of F and I, with the gathers of executor.gather=layer added."""
+        """Return the seconds of F and I with gathers; f, i, w: without, for `layers` layers."""
         if self._counted.gathers is None or not layers:
             return f, i
         is_split, remat = self.job.pipe.schedule.is_split, self.job.pipe.execution.remat

@@ -120,7 +120,7 @@ def stage_divisions(
 
 
 def _as_choice(name: str, value: object, _argument: str | None) -> str:
-    """Return the text of a setting; mesh.tp=2, and any axis inside a stage, becomes tune.tp=[2]."""
+    """Return a setting as text; an axis inside a stage as tune's: tune.tp=[2] for mesh.tp=2."""
     group, _, axis = name.partition(".")
     if (group, axis in STAGE_AXES) != ("mesh", True):
         return as_setting(name, value)
@@ -130,7 +130,7 @@ def _as_choice(name: str, value: object, _argument: str | None) -> str:
 def _candidates(
     requested: Requested, x: jax.ShapeDtypeStruct | None, num_devices: int, host_devices: int
 ) -> Iterator[MeshSizes]:
-    """Yield divisions of the requested sizes, on open axes of sizes that leave enough work."""
+    """Yield divisions with the requested sizes; on open axes, with sizes that leave enough work."""
     # 1. check the requested sizes
     sizes, chosen = divisors(num_devices), dict[str, Sequence[int]]()
     for axis in STAGE_RECORDS:
@@ -160,7 +160,7 @@ def _candidates(
         chosen.setdefault(axis.name, [size for size in sizes if size <= max(1, limit)])
     for combination in product(*(chosen[name] for name in STAGE_AXES)):
         division = MeshSizes(**dict(zip(STAGE_AXES, combination, strict=True)))
-        # by default ep stays inside a host; among the axes in a stage, ep is the first over hosts
+        # unless requested, ep stays inside a host; if a stage exceeds a host, ep spans hosts first
         is_far = division.num_devices > host_devices and division.ep > 1 and requested["ep"] is None
         if num_devices % division.num_devices == 0 and not is_far:
             yield division

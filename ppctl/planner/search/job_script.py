@@ -45,7 +45,10 @@ class Hosts:
 
 
 def hosts_for(kind: str, hardware: Hardware, num_devices: int) -> Hosts | None:
-    """Return a job's hosts; None: a TPU slice. ConfigError for wrong devices or unfilled hosts."""
+    """Return a job's hosts; None: a TPU slice.
+
+    kind: a key of LAUNCHERS. ConfigError if it is for other devices, or if hosts are not filled.
+    """
     launcher, device, most = LAUNCHERS[kind], described_device(hardware), hardware.host_devices
     if device is None or device.platform != launcher.platform:
         of = {"gpu": "NVIDIA GPUs", "tpu": "TPUs"}[launcher.platform]

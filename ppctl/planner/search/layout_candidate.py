@@ -85,7 +85,10 @@ class Layout:
 
     @property
     def least_bytes(self) -> int:
-        """Return a lower bound of bytes, with the closed-form peak of stashes or else one stash."""
+        """Return a lower bound of the fullest device's bytes, with its peak of stashes.
+
+        The peak is the family's closed form; without ticks or a closed form, one stash.
+        """
         pp, number = self.bounds.mesh.pp, self.bounds.step.microbatch.number
         peak, knobs = None, knobs_of(self.family, self.num_chunks)
         if self.bounds.space.engine.in_ticks:
@@ -262,14 +265,17 @@ def _built(
     return with_parts(schedule) if in_ticks else with_vocabulary(schedule)
 
 
-@lru_cache(maxsize=8)  # small, because a packing has many cells
+@lru_cache(maxsize=8)  # small, because a packing stores all ticks of all ranks
 def _packings(*key: Any) -> list[TickPacking]:
     return packings(_built(*key))
 
 
 @cache
 def _in_ticks(key: Key, remat: Remat, trained: float) -> tuple[Counted, Mapping[str, int]]:
-    """Return the phases of a schedule's ticks, and the number of slots on a rank, by name."""
+    """Return the phases of a schedule's ticks, and the number of slots on a rank, by name.
+
+    trained: the trained share of the layers' weights, 0..1.
+    """
     packing = fastest(_packings(*key), task_costs(remat, trained), key[3])
     return packing.counted, in_shape(_built(*key), packing, remat).num_slots
 

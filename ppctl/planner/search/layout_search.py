@@ -21,7 +21,7 @@ from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.schedule.partition.cut_layers import improved
 from ppctl.schedule.partition.partition import Partition, explicit
 
-MOST_SIMULATIONS = 100  # simulations of one layout's partitions
+MOST_SIMULATIONS = 100  # maximum number of simulated partitions of a layout
 
 
 def ascending(

@@ -36,7 +36,7 @@ class Space:
     families: tuple[str, ...] = PREFERRED
     remats: tuple[str, ...] = tuple(map(str, Remat))
     max_chunks: int = 4
-    layer_costs: tuple[float, ...] | None = None  # relative to their mean; None: equal layers
+    layer_costs: tuple[float, ...] | None = None  # by layer, with mean 1; None: equal layers
     trained: float = 1.0  # trained share of the layers' weights
     divisions: tuple[MeshSizes, ...] = (MeshSizes(),)  # sizes of `STAGE_AXES`
     vocab: tuple[str, ...] = ("whole",)  # choices of schedule.vocab
@@ -109,7 +109,8 @@ class Bounds:
     def with_stashes(self, number: float) -> int:
         """Return the bytes of a rank with the stashes of `number` microbatches in its layers."""
         step, share, pp = self.step, self.space.num_layers // self.mesh.pp, self.mesh.pp
-        if not (self.space.engine.in_ticks or self.vocab_parts):  # embed_head: mean of the ranks
+        # only the first and last stages hold embed_head; the fullest rank has at least the mean
+        if not (self.space.engine.in_ticks or self.vocab_parts):
             step = replace(step, params=step.params.with_embed_head_over(pp))
         return sum(array_bytes(step.with_layers(share, share), {"stash": number}).values())
 

@@ -45,7 +45,10 @@ def command_of(path: Path) -> str:
 
 
 def write_recipe(path: Path, config: Config, step_s: float, measured_s: float | None) -> None:
-    """Write the request of a layout as a recipe."""
+    """Write the request of a layout as a recipe.
+
+    step_s, measured_s: predicted and measured seconds of a step; measured_s=None: not measured.
+    """
     # 1. its head
     seconds = f"{step_s:.4g} seconds a step as planned"
     seconds += "" if measured_s is None else f", {measured_s:.4g} as measured"

@@ -130,7 +130,7 @@ def memory_table(found: Prediction) -> TextTable:
 
 
 def costs_text(found: Prediction) -> str | None:
-    """Return the overrides that pass these costs to `ppctl schedule`; None if they are unknown.
+    """Return the overrides that pass a plan's costs to `ppctl schedule`; None if unknown.
 
     Costs are relative to a forward through 1/p of the model. They hold for this mesh and for
     microbatches of this size.
@@ -237,7 +237,7 @@ def rank_name(found: Prediction, rank: int) -> str:
 
 # rehearsals
 
-MOST_RANKS = 16  # rows of the table on the terminal
+MOST_RANKS = 16  # maximum number of ranks that the terminal's table shows in full
 RANK_COLUMNS = ("rank", "ran as", "tasks s", "update s", "forward s", "backward s", "memory")
 
 
@@ -272,7 +272,7 @@ def rehearsal_lines(found: Rehearsal) -> Iterator[tuple[str, str]]:
 
 
 def ranks_to_show(found: Rehearsal, most: int) -> tuple[RehearsedRank, ...]:
-    """Return the ranks to show: all up to `most`, else those run, the fullest and the last."""
+    """Return all ranks if at most `most`, else those that ran, the fullest and the last one."""
     ranks = found.ranks
     if len(ranks) <= most:
         return ranks

@@ -48,7 +48,10 @@ def show_numbers(
 
 
 def _row(number: int, tuned: Tuned, fits: Numbers) -> dict[str, str]:
-    """Return the cells of the best layout for a number of devices, by column."""
+    """Return the cells of the best layout for a number of devices, by column.
+
+    fits: the results in which a layout fits; the smallest number is the base of percentages.
+    """
     fewest = min(fits)
     per_device = fewest * _step_s(fits[fewest]) / (number * _step_s(tuned))
     cells = cells_of(tuned, number, tuned.found.best[0])

@@ -28,7 +28,9 @@ LOOK = "max-width:100%;background:white"  # style of a picture in a notebook
 
 
 def draw(schedule: Schedule, path: str | Path, costs: Costs | None = None) -> Path:
-    """Draw a schedule, simulated on free-running ranks, to a file; return its path.
+    """Draw a schedule to a file; return the file's path.
+
+    Times are simulated: a task starts once its rank is free and its inputs have arrived.
 
     Args:
         schedule: The schedule.
@@ -88,7 +90,11 @@ def pipeline_html(
     memory: Sequence[Mapping[str, int]],
     schedule: Schedule | None,
 ) -> str:
-    """Return html: the facts, a table of each rank's layers and bytes, the schedule's chart."""
+    """Return html: the facts, a table of each rank's layers and bytes, the schedule's chart.
+
+    facts: values by name. layers: a text for each rank. memory: bytes by part, for each rank.
+    schedule: None: no chart.
+    """
     lines = "".join(f"<b>{text(name)}</b> {text(words)}<br>" for name, words in facts.items())
     parts = [part for part in memory[0] if any(held.get(part) for held in memory)]
     rows = [

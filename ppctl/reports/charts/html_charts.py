@@ -19,7 +19,7 @@ from ppctl.reports.page_kit import asset, filled, page, soft, text
 from ppctl.schedule.ir import ALL_KINDS, PART_KINDS
 from ppctl.schedule.simulator import MOST_TASKS
 
-DIGITS = 7  # decimal digits of a number as a share of the makespan; a wide screen shows four
+DIGITS = 7  # digits of the makespan that rounded numbers keep; a wide screen shows four
 
 
 def schedules_page(drawings: Sequence[Drawing]) -> str:
@@ -31,7 +31,10 @@ def schedules_page(drawings: Sequence[Drawing]) -> str:
 
 
 def charts_html(drawings: Sequence[Drawing], notes: Sequence[str] = ()) -> str:
-    """Return html: notes, then the charts, if any, with buttons. Charts: only once in a page."""
+    """Return html: notes, then the charts, if any, with buttons.
+
+    A page may hold only one result with charts.
+    """
     said = "".join(f"{soft(text(note))}\n" for note in notes)
     if not drawings:
         return said

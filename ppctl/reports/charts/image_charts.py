@@ -14,7 +14,8 @@ from ppctl.schedule.ir import ALL_KINDS, Kind
 
 WIDTH_IN, ROW_IN, MARGIN_IN, DPI = 14.0, 0.32, 1.3, 150
 PANEL_IN = 5.0  # inches, height of a panel of curves
-# average points per line of a panel from which marks alternate; a shorter line marks each point
+# fewest marks on a line if the n lines of a panel take turns, each with a mark at every n-th point;
+# a line that would have fewer has a mark at each point
 MANY_MARKS = 4
 FORMS = ("svg", "pdf", "png")
 MAX_RANKS = 512  # rows of a figure: more would be taller than 160 inches

@@ -42,7 +42,10 @@ class Drawing:
 
     @cached_property
     def peak_bounds(self) -> tuple[float, ...]:
-        """Return a lower bound of each rank's peak activations, for any order with this period."""
+        """Return a lower bound of each rank's peak activations.
+
+        It holds for any order of the tasks with the same period, the step time without a barrier.
+        """
         timeline = self.timeline
         return peak_activations_bound(self.schedule, timeline.costs, timeline.period_s)
 
@@ -100,7 +103,8 @@ def table_row(
 ) -> dict[str, Any]:
     """Return the table row of a drawing, by column.
 
-    makespan_formula_s, peak_formula: results of the closed forms of the schedule's family.
+    makespan_formula_s, peak_formula: results of the closed forms of the schedule's
+    family; None: no closed form.
     """
     timeline = drawing.timeline
     return {

@@ -33,7 +33,7 @@ WORDS = (
 
 
 def show_gantt(console: Console, drawing: Drawing) -> None:
-    """Print a chart as wide as the terminal: bubbles are dots, tasks are coloured or dashes."""
+    """Print a chart as wide as the terminal: dots are bubbles; tasks are coloured, else dashes."""
     # 1. the scale
     timeline, schedule = drawing.timeline, drawing.schedule
     left, right = len(f"rank {schedule.num_ranks - 1}"), len("  bubble    peak")
@@ -80,7 +80,10 @@ def _columns_per_s(drawing: Drawing, room: int) -> float:
 def _row(
     drawing: Drawing, tasks: Sequence[Task], scale: float, width: int, pad: str
 ) -> Iterator[tuple[str, Style | str]]:
-    """Yield (text, style) of each piece of one rank's row."""
+    """Yield (text, style) of each piece of one rank's row.
+
+    scale: columns per second. width: columns of the row. pad: character that fills up a task.
+    """
     timeline, schedule = drawing.timeline, drawing.schedule
     column, are_numbered = 0, drawing.longest_label <= drawing.labelled_s * scale + 1e-9
     for task in tasks:

@@ -246,7 +246,10 @@ def figures_of(runs: Sequence[RecordedRun], labels: Sequence[str]) -> list[str]:
 
 
 def _step_html(run_dir: Path, pipeline: Planned | str) -> str:
-    """Return notes, and charts of a measured or simulated step, on one time axis, if possible."""
+    """Return notes, then charts of a measured step and its simulation, else of a simulated step.
+
+    pipeline: as in `RecordedRun`.
+    """
     notes: list[str] = []
     measured = _measured(run_dir, pipeline, notes)
     if measured:

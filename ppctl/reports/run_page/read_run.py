@@ -21,7 +21,7 @@ from ppctl.reports.run_page.recorded_curves import (
 )
 from ppctl.user_files import read_file
 
-TIMED = ("grad_norm", "step_time_s", *SPEEDS, "mfu_fraction")  # curves with a median
+TIMED = ("grad_norm", "step_time_s", *SPEEDS, "mfu_fraction")  # curves whose medians are reported
 CURVES = ("loss", "lr", *TIMED)
 LOAD, DROPPED = "expert_load", "expert_dropped_tokens"  # numbers of each layer
 NEWEST = (
@@ -50,7 +50,7 @@ class RecordedRun:
 
     @property
     def speed(self) -> str | None:
-        """Return the recorded key of SPEEDS, or None."""
+        """Return the key of SPEEDS that the run has recorded, or None."""
         return next((name for name in SPEEDS if self.median(name) is not None), None)
 
     def median(self, name: str) -> float | None:
@@ -70,7 +70,10 @@ def read_run(
     notes: Sequence[str],
     pipeline: Planned | str,
 ) -> RecordedRun:
-    """Return the run in a directory; problems of its files are listed in it, not raised."""
+    """Return the run in a directory; problems of its files are listed in it, not raised.
+
+    words, command, pipeline: as in `RecordedRun`. notes: more problems to list.
+    """
     # 1. records
     summary, problems = run_summary(name, path), []
     curves, last = read_curves(path / "metrics.jsonl", CURVES, (*NEWEST, LOAD), problems)

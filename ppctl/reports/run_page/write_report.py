@@ -29,7 +29,11 @@ Differ = Mapping[str, Sequence[str | None]]  # values in each run, by setting
 
 
 def place_of(out: str | None, paths: Sequence[Path]) -> Path:
-    """Return the path of the report on the runs in `paths`. ConfigError if it cannot be written."""
+    """Return the path of the report on the runs in `paths`. ConfigError if it cannot be written.
+
+    out: the requested path; None: report.html, in the directory of a single run, else in the
+    current directory.
+    """
     file = Path(out) if out is not None else paths[0] / FILE if len(paths) == 1 else Path(FILE)
     named = f"--out {file}" if out is not None else str(file)
     if file.suffix != ".html":
@@ -45,7 +49,7 @@ def place_of(out: str | None, paths: Sequence[Path]) -> Path:
 
 
 def write_report(runs: Sequence[RecordedRun], file: Path, *, as_json: bool) -> int:
-    """Write the report on runs to the file of `place_of`; return 0."""
+    """Write the report on runs to `file`, and with as_json print its numbers as JSON; return 0."""
     configs = [run.summary.config for run in runs]
     differ = differing_settings(configs, [run.words for run in runs])
     page = run_page(runs[0], file) if len(runs) == 1 else compare_page(runs, differ, file)

@@ -34,9 +34,9 @@ class Family:
     """A schedule family. `generate(num_ranks, num_microbatches, **knobs)` makes its schedules.
 
     published: year and month of the paper, which sort the tables. bubble_s, peak: the closed forms
-    in the generator's docstring; None outside their domain. searched_knobs: function from the most
-    chunks on a rank to the knobs that searches try. also_called: names in papers and other tools,
-    for the message about an unknown family.
+    in the generator's docstring; None outside their domain. searched_knobs: function from the
+    maximum number of chunks on a rank to the knobs that searches try. also_called: names in papers
+    and other tools, for the message about an unknown family.
     """
 
     name: str

@@ -93,7 +93,10 @@ def peak_of_1f1b(s: FormulaInputs) -> float:
 
 
 def require_at_least(name: str, what: str, value: int, least: int) -> None:
-    """Raise ScheduleError for a count below `least`."""
+    """Raise ScheduleError if `value` is below `least`.
+
+    name: schedule family. what: name of the knob or size that has this value.
+    """
     if value < least:
         use = f"Use {what}={least} or more."
         raise ScheduleError(f"{what}={value} is below {least} ({name}). {use}")
@@ -109,6 +112,8 @@ def require_multiple_of_ranks(name: str, num_microbatches: int, num_ranks: int) 
 
 def hops_floor(name: str, warmup_hops: float, hops: int) -> int:
     """Return floor(warmup_hops * hops). ScheduleError unless 1 <= warmup_hops <= 2.
+
+    name: schedule family. hops: number of ranks after this one.
 
     >>> hops_floor("eager_1f1b", 1.2, 5)
     6

@@ -39,6 +39,7 @@ FAMILIES = _discover()
 BASELINE = "1f1b"  # family for one rank, and for ties of equal schedules
 
 # names of the families that executor=spmd runs, and of those that it runs in forward-backward ticks
+# (a rank may run an F and a B in one tick)
 ON_RING = tuple(family.name for family in FAMILIES.values() if family.runs_on_ring)
 LOOPED_WHOLE = tuple(name for name in ON_RING if runs_in_fb_ticks(FAMILIES[name].sample))
 

@@ -33,7 +33,9 @@ def waves(num_ranks: int, num_waves: int) -> tuple[int, ...]:
 
 
 class RankProgram:
-    """A rank's program as it is built: a stage on the way `down` the ranks, one on the way `up`.
+    """Builder of a rank's program in a V placement, where each rank has two stages.
+
+    down, up: index of the rank's stage on the way down the ranks, and on the way back up.
 
     >>> program = RankProgram(down=0, up=3)
     >>> program.add(2, "F down")

@@ -27,7 +27,8 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
     """Return ZB-H2: twice the warm-up and delay of ZB-H1, so no rank idles between its tasks.
 
     Makespan m(F+I+W) + (p-1)F at F = I = W; period m(F+I+W) + (p-1) max(0, F+I-2W, I-F), for m >=
-    2p-1. Peak activations min(m, 2p-1) on every rank. p = num_ranks.
+    2p-1. The period is the step time without a barrier between steps. Peak activations
+    min(m, 2p-1) on every rank. p = num_ranks.
     Source: Qi et al. 2023, arXiv 2401.10241, section 2.2.
     """
     return alternating("zb_h2", num_ranks, num_microbatches, warmup_hops=2, is_split=True)
@@ -50,9 +51,9 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     """Return ZB-V: two chunks a rank in a V, no idle time between tasks, p activations at most.
 
     Makespan m(F+I+W) + (p-1)F/2 at F = I = W and m >= p; period m(F+I+W) + (p-1)(I-W) for
-    I >= F >= W and m >= 2p-1. Peak activations min(m, p) on every rank. p = num_ranks.
-    For m < 2p-1 the schedule is that of 2p-1 microbatches, without the tasks of the last 2p-1-m;
-    weight gradients move into the gaps.
+    I >= F >= W and m >= 2p-1. The period is the step time without a barrier between steps. Peak
+    activations min(m, p) on every rank. p = num_ranks. For m < 2p-1 the schedule is that of 2p-1
+    microbatches, without the tasks of the last 2p-1-m; weight gradients move into the gaps.
     Source: Qi et al. 2023, arXiv 2401.10241, section 6 and figure 6.
     """
     full = max(2 * num_ranks - 1, num_microbatches)
@@ -83,7 +84,10 @@ def _zb_v_steps(r: int, num_ranks: int, num_microbatches: int) -> tuple[Task, ..
 
 
 def _priority(ranks: tuple[tuple[Task, ...], ...], num_microbatches: int) -> list[list[list[int]]]:
-    """Return the step of each F and I, as priority[rank][line][microbatch] for `squeezed`."""
+    """Return priority[rank][line][microbatch] for `squeezed`: each task's index in its program.
+
+    Lines: F down, F up, I up, I down.
+    """
     found: list[list[list[int]]] = []
     for r, tasks in enumerate(ranks):
         step = {task: t for t, task in enumerate(tasks)}

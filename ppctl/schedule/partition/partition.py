@@ -109,7 +109,11 @@ def balanced(num_layers: int, rank_of: Sequence[int], *, embed: float, head: flo
 def _most(
     num_layers: int, ends: Sequence[float], least: Sequence[int], most: Sequence[int]
 ) -> list[int]:
-    """Return each part's largest size under the least cap on size + end that fits all layers."""
+    """Return the maximum size of each part under the least cap that lets the parts hold num_layers.
+
+    The cap is on a part's size plus its fixed cost in `ends`, in layers. least, most: minimum and
+    maximum size of each part.
+    """
 
     def under(cap: float) -> list[int]:
         return [min(limit, _layers_under(cap, end)) for limit, end in zip(most, ends, strict=True)]
@@ -223,7 +227,10 @@ def ranks_text(rank_of: Sequence[int]) -> str:
 
 
 def _written_out(text: str, shown: str) -> str:
-    """Return `text` with repetitions expanded, without commas and blanks."""
+    """Return a layout text with repetitions expanded, without commas and blanks.
+
+    shown: the setting with its value, for errors.
+    """
     text, at, written = re.sub(r"[,\s]", "", text), 0, ""
     while at < len(text):
         term = _TERM.match(text, at)
@@ -245,7 +252,10 @@ def _written_out(text: str, shown: str) -> str:
 
 
 def _count(stage: str, s: int, last: int, shown: str) -> int:
-    """Return the number of layers in a stage's text. ConfigError for misplaced or other letters."""
+    """Return the number of layers in a stage's text. ConfigError for misplaced or other letters.
+
+    s: index of the stage. last: index of the last stage. shown: the setting, for errors.
+    """
     starts, ends = "E" * (s == 0), "L" * (s == last)
     if re.fullmatch(f"{starts}t*{ends}", stage) is None:
         needs = ["start with E (embedding)"] * (s == 0) + ["end with L (loss)"] * (s == last)

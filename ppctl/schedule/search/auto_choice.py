@@ -27,7 +27,7 @@ class Choice:
     cap: float | None  # activations a rank
     lower_bound_s: float  # least seconds of any order under the cap, on the placements tried
     num_published: int  # published schedules compared: each family with each choice of knobs
-    num_blocks: tuple[int, int]  # number of building blocks squeezed; near or below the cap
+    num_blocks: tuple[int, int]  # building blocks: number squeezed, number near or below the cap
     limit_bytes: float | None = None  # bytes a rank
     held_bytes: int | None = None  # bytes of best's fullest rank; None without limit_bytes
 

@@ -33,8 +33,8 @@ SQUEEZED_TASKS = 3_000_000  # budget for squeezed blocks, in tasks: about 12 s
 FILLED_TASKS = 3_000_000  # budget for one round of greedy runs, in tasks: about 12 s
 NUM_FILLED, NUM_CLIMBED = 12, 6  # numbers of best schedules to rerun greedily, and to climb from
 CLIMBED_TASKS = 2_000_000  # budget for one climb, in tasks: about 2 s
-SQUEEZE_PATIENCE = (0.5, 0.75)  # values tried, see `squeeze`
-GREEDY_PATIENCE = (0.0, 0.5, 1.0)  # values tried, see `fill`
+SQUEEZE_PATIENCE = (0.5, 0.75)  # values of `patience` to try, see `squeeze`
+GREEDY_PATIENCE = (0.0, 0.5, 1.0)  # values of `patience` to try, see `fill`
 
 
 def choose(
@@ -54,10 +54,10 @@ def choose(
 
     Args:
         costs: costs for all placements, or a function from the rank of each stage to its costs.
-        cap: most activations of a rank, in microbatches through 1/p of the model; None: p, the
-            peak of 1F1B.
+        cap: maximum activations of a rank, in microbatches through 1/p of the model (p ranks);
+            None: p, the peak of 1F1B.
         limit_bytes: cap on all memory of a rank (`Placed`), instead of `cap`.
-        max_chunks: most stages on a rank.
+        max_chunks: maximum number of stages on a rank.
         makespan_s: function from a schedule to its seconds on a lockstep executor; ScheduleError
             if the executor cannot run it. If set, only published schedules are compared.
         rank_bytes: function from a schedule to the bytes of that executor's fullest rank.
@@ -170,7 +170,7 @@ class _Search:
         return Ledger.counted(schedule) if self.limit_bytes is None else placed.ledger(schedule)
 
     def limit(self, schedule: Schedule) -> int:
-        """Return the cap: in chunks of the schedule, or in bytes."""
+        """Return a rank's cap: in stashes (a microbatch through one chunk), or in bytes."""
         if self.limit_bytes is not None:
             return int(self.limit_bytes)
         assert self.cap is not None, "one of the caps is set"
@@ -299,7 +299,10 @@ class _Search:
                 self._add(label, jobs, filled)
 
     def _affordable(self, budget: int, runs_each: int) -> int:
-        """Return the number (2 or more) of median-sized schedules to run within `budget` tasks."""
+        """Return the number of schedules, at least 2, whose runs fit in `budget` tasks.
+
+        runs_each: number of runs of each schedule, at the median number of tasks a run.
+        """
         num_tasks = statistics.median(len(jobs.tasks) for _, jobs in self.priorities)
         return max(2, int(budget / (runs_each * num_tasks)))
 

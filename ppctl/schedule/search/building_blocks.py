@@ -28,7 +28,7 @@ LINES: tuple[tuple[Kind, str], ...] = (
     *(("W", "up"), ("W", "down")),
 )
 WEIGHT_GRADS = {I_UP: 4, I_DOWN: 5}  # line of W for each line of I
-Block = tuple[tuple[int, int, int, int], ...]  # [rank]: ticks of lines 0 to 3
+Block = tuple[tuple[int, int, int, int], ...]  # [rank]: ticks of F_DOWN to I_DOWN
 STEPS = range(1, PERIOD)  # possible ticks from a rank to the next on the way down; on the way up: 1
 
 
@@ -77,7 +77,7 @@ def steady_excess(block: Block, ledger: Ledger, limit: float) -> float:
 
 
 def _steps(num_ranks: int) -> Iterator[tuple[int, ...]]:
-    """Yield the ticks between neighbours on the way down: all equal, or fewer after a rank."""
+    """Yield ticks from rank to rank on the way down: all equal, or fewer after some rank."""
     for first in STEPS:
         yield (first,) * (num_ranks - 1)
         for second in range(1, first):
@@ -86,7 +86,10 @@ def _steps(num_ranks: int) -> Iterator[tuple[int, ...]]:
 
 
 def _unrolled(down: tuple[int, ...], phases: list[tuple[int, ...]]) -> Block:
-    """Return the block whose lines follow each other as early as their phases allow."""
+    """Return the block that runs each line as early as possible after the line before.
+
+    down[r]: tick of F down on rank r. phases[r]: ticks of lines 0 to 3 on rank r, modulo PERIOD.
+    """
     last = len(down) - 1
     f_up = _next(down[last], phases[last][F_UP])  # tick on the last rank, where the V turns
     i_up = _next(f_up + last, phases[0][I_UP])  # tick on rank 0, which computes the loss
@@ -97,7 +100,7 @@ def _unrolled(down: tuple[int, ...], phases: list[tuple[int, ...]]) -> Block:
 
 
 def _next(tick: int, phase: int) -> int:
-    """Return the first tick after `tick` with this phase.
+    """Return the first tick after `tick` that is equal to `phase` modulo PERIOD.
 
     >>> _next(7, 2), _next(8, 2)
     (8, 14)
@@ -142,7 +145,7 @@ def squeeze(
 
     Args:
         jobs: `v_jobs` at the costs of the run.
-        cap: most memory of a rank, in the units of the jobs' ledger.
+        cap: maximum memory of a rank, in the units of the jobs' ledger.
         patience: share of a weight gradient's time that a rank waits for its next task, instead of
             running the weight gradient.
         reorder: whether a rank may run a later task while its next one is not ready: before rank
@@ -173,7 +176,7 @@ def squeezed(
 ) -> Schedule:
     """Return the V schedule of a pattern, squeezed at the papers' costs (see `squeeze`).
 
-    cap: most activations of a rank, in microbatches through a chunk.
+    cap: maximum activations of a rank, in microbatches through a chunk.
     """
     jobs = v_jobs(len(priority), num_microbatches, Costs())
     orders = squeeze(jobs, priority, cap, reorder=reorder)

@@ -70,9 +70,9 @@ def fill(
 ) -> Orders | None:
     """Return the orders of a greedy run with priorities `orders`; None if ranks get stuck.
 
-    cap: most memory of a rank; `orders` may exceed it, the result does not. patience: largest delay
-    of an overtaken task, as a share of the overtaking task's time. weight_grads_last: any other
-    ready task overtakes a weight gradient.
+    cap: maximum memory of a rank, in the units of the jobs' ledger; `orders` may exceed it, the
+    result does not. patience: largest delay of an overtaken task, as a share of the overtaking
+    task's time. weight_grads_last: any other ready task overtakes a weight gradient.
     """
     greedy = _Greedy(jobs, orders, cap, patience, weight_grads_last)
     return greedy.ranks.run(greedy.choose)

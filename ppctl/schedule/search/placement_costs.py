@@ -137,7 +137,7 @@ class LayerBytes:
     """Bytes of a model's pieces on ranks of executor=mpmd, without temporaries."""
 
     layer: float = 0.0  # bytes of a layer at all times
-    padded: float = 0.0  # bytes a layer of padded state: stages are padded to the largest
+    padded: float = 0.0  # bytes per layer of state that is padded to the largest stage
     stash: float = 0.0  # bytes that a layer's forward keeps
     pending: float | None = None  # bytes that I hands to W instead; None: the stash stays until W
     stage_stash: float = 0.0  # bytes of a microbatch that a stage keeps besides its layers' stashes

@@ -33,7 +33,7 @@ from ppctl.training.checkpoint.manifest import (
 from ppctl.training.checkpoint.orbax_io import error_reason
 
 T = TypeVar("T")
-SAVE_TIMEOUT_S = 300  # seconds, enough for terabytes; if a process fails, the others wait as long
+SAVE_TIMEOUT_S = 300  # seconds, enough for terabytes; others wait this long for a failed process
 
 
 class Checkpoints:
@@ -43,12 +43,12 @@ class Checkpoints:
     removes the interrupted one. Reading truncated, flipped or missing data raises DamagedError.
 
     Args:
-        directory: Shared by all processes.
+        directory: Directory of the checkpoints, shared by all processes.
         keep: Number of newest checkpoints that a save keeps. None opens for reading only, safe
             while another job writes: nothing is created or removed.
         keep_every: Also keep the checkpoints whose step is a multiple of this; None: no others.
         gather: Takes a text of this process; returns those of all processes, in process order.
-        saved: Called with the step when a save has finished.
+        saved: Called with the step of each finished save.
 
     Raises:
         CheckpointError: `directory` cannot be written.
@@ -70,7 +70,7 @@ class Checkpoints:
         self._checkpointer: ocp.training.Checkpointer | None = None
         self._pending: tuple[int, Any] | None = None  # step and Orbax's response of a save
         self._current: int | None = None  # the step whose state was last saved or restored
-        self._aside = set[int]()  # renamed steps, which a shared directory may still list
+        self._aside = set[int]()  # steps set aside: a shared file system may still list them
         orbax_io.silence_orbax()
         if keep is None:
             return
@@ -102,8 +102,8 @@ class Checkpoints:
 
         Raises:
             SaveError: This save or the previous one failed.
-            CheckpointError: `directory` holds this step or a newer one of another run: `LatestN`
-                would drop the new checkpoint.
+            CheckpointError: `directory` holds this step or a newer one of another run: Orbax keeps
+                only the newest steps, so it would remove the new checkpoint.
         """
         assert self._keep is not None, "not open for saving"
         self.wait()
@@ -123,7 +123,7 @@ class Checkpoints:
         manifest = Manifest(step, array_types(state), digested.checksums, dict(meta))
         items = {"state": state, "meta": to_json(manifest)}
         with self._together(partial(self._not_saved, step)):
-            self._probe()  # first: if Orbax itself fails, its threads delay exit for minutes
+            self._probe()  # before Orbax: if its write fails, its threads delay exit for minutes
         with self._together(partial(self._not_saved, step)):
             checkpointer = self._checkpointer = self._checkpointer or self._opened()
             self._pending = step, checkpointer.save_checkpointables_async(step, items, force=True)
@@ -136,7 +136,7 @@ class Checkpoints:
         return self._manifest(step).meta
 
     def unlike(self, step: int, abstract_state: Any) -> list[str]:
-        """Return a phrase for each array of `step` that differs from `abstract_state`."""
+        """Return a phrase for each array whose saved dtype or shape differs from the wanted one."""
         return differences(self._manifest(step).arrays, array_types(abstract_state))
 
     def restore(self, step: int, abstract_state: Any) -> Any:
@@ -208,7 +208,7 @@ class Checkpoints:
     def go_back(self, step: int) -> list[str] | None:
         """Set aside the checkpoints after `step`; return their new names, the newest first.
 
-        Returns None if an earlier call has done so: later checkpoints then belong to the new run.
+        Returns None if an earlier start has set them aside: newer checkpoints are then of this run.
         Raises CheckpointError as `set_aside`.
         """
         kind, under_way = f"after-{step}", self.directory / f".going-back-to-{step}"

@@ -27,8 +27,8 @@ VALUES = 4  # number of values in transit at a rank, each an activation or gradi
 class ModelCosts:
     """The costs of a model's stages on any placement.
 
-    probe: a pipeline of the model, with any schedule. divide: takes the rank of each stage, returns
-    the layers of each stage.
+    probe: a pipeline of the model; its schedule does not matter. divide: (rank of each stage) ->
+    layers of each stage.
     """
 
     probe: Pipeline
@@ -74,7 +74,7 @@ class ModelCosts:
         return state + sum(held.values()) + probe.engine.memory()[0]["batch"]
 
     def _states(self, rank_of: tuple[int, ...]) -> States:
-        """Return the states of the model on a placement, memoized."""
+        """Return the states of the model; rank_of: the rank of each stage. Memoized."""
         if rank_of not in self._placed:
             layout = replace(self.probe.layout, partition=self.divide(rank_of), rank_of=rank_of)
             self._placed[rank_of] = replace(self.probe.states, layout=layout)

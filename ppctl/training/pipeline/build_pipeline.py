@@ -60,7 +60,7 @@ def pipeline(
     """Return a model pipelined over a mesh. ConfigError, ScheduleError: before any compilation.
 
     Args:
-        model: A `Stack`, or a `Network`: cut at its marks, or into `layers` layers of equal work.
+        model: A `Stack`, or a `Network` cut at stage_boundary or in `layers` layers of equal work.
         mesh: A result of `ppctl.mesh`.
         schedule: The name of a family, `ppctl.family(...)`, or a `Schedule`.
         num_microbatches: Microbatches of a step in each replica; needed unless given a `Schedule`.
@@ -109,9 +109,10 @@ def _scheduled(
     vocab: str,
     execution: Execution,
 ) -> tuple[ScheduledStep, Execution, Callable[[], RelativeCosts]]:
-    """Return the scheduled step, its execution, and a function of the layers' relative costs.
+    """Return (the scheduled step, its execution, a function that returns layers' relative costs).
 
-    With vocab=parallel the step also has the embedding and head passes of all ranks.
+    requested: the `schedule` argument of `pipeline`. plan: the `Schedule` made from it. With
+    vocab=parallel the step also has the embedding and head passes of all ranks.
     """
     remat, params = execution.remat, stack.param_shapes
     checked_flags(params, stack.options.trainable)
@@ -133,7 +134,10 @@ def _scheduled(
 def _on_layers(
     stack: Stack, layout: Layout, optimizer: optax.GradientTransformation, execution: Execution
 ) -> ModelOptimizer:
-    """Return the trained parameters' optimizer. ConfigError if vocab=parallel rules it out."""
+    """Return the `ModelOptimizer` of the trained parameters.
+
+    ConfigError if it needs whole parameters, but vocab=parallel with mpmd divides them over ranks.
+    """
     params = trained_part(stack.param_shapes, stack.options.trainable)
     if stack.options.network is not None:
         return network_optimizer(optimizer, stack.options.network, params, layout)

@@ -70,7 +70,7 @@ def attention(
     The result maps q [batch, tokens, heads, width] and k, v [batch, tokens, kv heads, width] to
     [batch, tokens, heads, width]; the kv heads divide the heads. An optional fourth argument, int
     [batch, tokens], numbers the documents of packed sequences, which do not attend to each other.
-    It runs in both executors, and compiles for hardware that is only described.
+    The result runs with executor=spmd and mpmd, and compiles for hardware that is not attached.
 
     Args:
         kernel: auto | xla | chunked | cudnn | pallas, as `model.attention`.
@@ -116,7 +116,10 @@ def _mlp(model: settings.MLP, input_dim: int, target_dim: int, dtype: Any) -> St
 
 
 def _checked(schema: type, sizes: dict[str, Any], drop: tuple[str, ...]) -> Any:
-    """Return a model's checked settings. ConfigError for unknown or impossible sizes."""
+    """Return a model's settings of class `schema`. ConfigError for unknown or impossible sizes.
+
+    drop: names of fields that are not sizes, so callers may not set them.
+    """
     names = [field.name for field in fields(schema) if field.name not in drop]
     unknown = [name for name in sizes if name not in names]
     if unknown:

@@ -63,7 +63,10 @@ def whole_number(name: str, value: Any, least: int) -> int:
 
 
 def floating(name: str, dtype: Any, usual: str) -> jnp.dtype:
-    """Return a floating dtype that JAX supports; `usual` for None. ConfigError for any other."""
+    """Return `dtype`, or `usual` for None. ConfigError unless floating and enabled in JAX.
+
+    name: name of the argument in messages.
+    """
     try:
         found = jnp.dtype(usual if dtype is None else dtype)
     except TypeError:
@@ -159,7 +162,10 @@ def on_host(
 def check_values(
     arrays: Mapping[str, Any], shapes: Mapping[str, jax.ShapeDtypeStruct], stack: Stack
 ) -> None:
-    """Raise ConfigError if a dtype does not cast to that of `shapes`, or values do not fit."""
+    """Raise ConfigError if a dtype does not cast to that of `shapes`, or a value is beyond it.
+
+    Then run the model's `check_batch`, if it has one, on the inputs and targets.
+    """
     dtypes = {name: a.dtype for name, a in named(shapes).items()}
     for name, a in named(arrays).items():
         dtype = dtypes[name]
@@ -208,7 +214,8 @@ class StateChecks:
     def check(self, state: Tree) -> None:
         """Raise ConfigError if a state has another layout, or a step has reused its memory."""
         state = _arrays_of(state)
-        if isinstance(self.wanted, tuple) and isinstance(state, tuple):  # without remote ranks
+        # mpmd: leave out remote ranks, whose arrays this process does not have
+        if isinstance(self.wanted, tuple) and isinstance(state, tuple):
             pairs = zip(state, self.wanted, strict=False)
             state = tuple(None if wanted is None else part for part, wanted in pairs)
         leaves, tree = jax.tree.flatten(state)

@@ -25,12 +25,12 @@ EXECUTORS: dict[str, type[Reference]] = {each.name: each for each in (Spmd, Mpmd
 class Execution:
     """The settings of an executor. They change time and memory, not the results of a step.
 
-    remat: the part that the backward recomputes: none | layer | full. unroll: the largest number of
-    layers of a device to unroll; more are scanned. gather: with fsdp, gather all layers at once
-    (step) or each before its use (layer). post_validation (mpmd): each rank updates before the
-    global norm is known, and repeats the update if it must be clipped. fuse (mpmd): none | fb, run
-    an F and a backward of another microbatch as one program. xla_flags: compiler options of every
-    program of a step.
+    remat: the part that the backward recomputes: none | layer | full. unroll: a program of at most
+    this number of layers unrolls them; a longer one scans them. gather: with fsdp, gather all
+    layers at once (step) or each before its use (layer). post_validation (mpmd): each rank updates
+    before the global norm is known, and repeats the update if it must be clipped. fuse (mpmd): none
+    | fb, run an F and a backward of another microbatch as one program. xla_flags: compiler options
+    of every program of a step.
     """
 
     executor: str
@@ -59,9 +59,10 @@ def spmd(**options: Any) -> Spmd:
             their defaults.
             remat: The part that the backward recomputes: none | layer | full.
             gather: With fsdp, gather all layers at once (step) or each before its use (layer).
-            unroll: The largest number of layers of a device to unroll; more are scanned.
+            unroll: A program of at most this number of layers unrolls them; others scan them.
             sequence_parallel: With tp, whether activations between layers are divided by tokens.
-            xla_flags: auto | traced | none.
+            xla_flags: auto (ppctl's compiler options for the devices) | traced (the same without
+            CUDA graphs, which hide tasks from traces) | none.
 
     Raises:
         ConfigError: An option is unknown or impossible.

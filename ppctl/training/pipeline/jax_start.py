@@ -19,7 +19,7 @@ from ppctl.schedule.mesh_axes import AXES
 
 JAX_MEMORY_FRACTION = 0.75  # JAX's default; memory_gib of GPUs in conf/hardware assumes it
 VARIABLE = "XLA_CLIENT_MEM_FRACTION"
-OLDER_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # VARIABLE's older name; jaxlib rejects both
+OLDER_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # older name; jaxlib fails if both are set
 MOST_SIMULATED = 4096  # devices of a process: JAX starts 4,096 in seconds, 16,384 in minutes
 # JAX settings that change a run's numerics; JAX reads them from the environment by default
 DEFAULTS = {

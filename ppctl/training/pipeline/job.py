@@ -45,7 +45,7 @@ from ppctl.training.pipeline.user_code import custom_data
 Tree = Any
 AnyHardware = settings.Hardware | settings.AutoHardware
 DEFAULT_DTYPE = "float32"  # dtype of imported models; others: `known_hardware.default_dtype`
-UNEVEN_NOTICE = 1.25  # largest over mean stage cost above which uniform stages are printed
+UNEVEN_NOTICE = 1.25  # largest / mean stage cost; above it, partition=uniform gets a notice
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ def stack_for(config: Config, data: DataSet, dtype: jnp.dtype, device: Any) -> S
 def evaluate(engine: Engine, data: DataSet, num_batches: int, state: Tree) -> float:
     """Return the mean loss of the first held-out batches.
 
-    Requires `engine.compile(evaluate=True)`. A batch counts with its number of losses, which is
-    smaller with prompts or padding. DataError if no batch has a loss.
+    Requires `engine.compile(evaluate=True)`. Batches are weighted by their number of losses,
+    which is smaller with prompts or padding. DataError if no batch has a loss.
     """
     batches = data.eval_batches(num_batches, engine.batches.examples)
     means = [engine.loss(state, engine.batches.put(batch)) for batch in batches]
@@ -265,7 +265,7 @@ def _traced_if_profiled(config: Config) -> settings.AnyExecutor:
 def plan(config: Config, num_layers: int, *costs: Any) -> Planned:
     """Return the schedule of a config and check its partition, without starting JAX.
 
-    costs: `costs_of` and `in_ticks_bytes` of `pipeline_of`, if the schedule depends on them.
+    costs: the last arguments of `pipeline_of`, costs_of and in_ticks_bytes, for schedule=auto.
     """
     trained = trained_share(config.model, config.optim)
     how = config.schedule, config.executor, config.mesh.pp, num_layers, trained
@@ -351,7 +351,7 @@ def open_data(config: Config, *, sizes_only: bool = False) -> DataSet:
         return synthetic(vocab_size=data.vocab_size, num_sequences=data.num_sequences, **how)
     if isinstance(data, settings.Tokens):
         ids = {"dtype": data.dtype, "tokenizer": data.tokenizer, "sizes_only": sizes_only}
-        opened = partial(tokens, **ids)  # sizes_only, because a whole file may take long to read
+        opened = partial(tokens, **ids)  # sizes_only: reading all ids of a file may take long
         return _held_out(opened, data.path, data.eval_path, vocab_size=data.vocab_size, **how)
     # 3. text
     how |= {"tokenizer": data.tokenizer, "end_token": data.end_token, "packing": data.packing}

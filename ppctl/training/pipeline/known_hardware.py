@@ -122,7 +122,9 @@ def of_topology(request: Hardware | AutoHardware, topology: str) -> Hardware | N
 
 
 def host_devices(hardware: Hardware, topology: str | None) -> int | None:
-    """Return the devices per host; for GPUs as in plan.topology. None: one host has all devices.
+    """Return the devices per host, or None if one host has all devices.
+
+    topology: plan.topology, which gives the number for GPUs; None: that of the hardware.
 
     >>> host_devices(known()["h100"], "h100:4x2"), host_devices(known()["h100"], None)
     (2, 8)

@@ -138,7 +138,8 @@ class LayerOptimizer:
     ) -> tuple[Tree, dict[tuple, jax.Array]]:
         """Return the updates of "embed_head" or "layers", and leaves of the next state by path.
 
-        The optimizer gets the whole tree, which masks need, with zeros for the other part.
+        The optimizer gets the whole tree, which masks need, with zeros for the other part. sizes:
+        leading dims (V, P, K) of the layers.
         """
         # 1. the author's trees: gradients, state and parameters
         is_of = lambda path: parameter_of(path)[:1] in ((), (part,))  # noqa: E731
@@ -207,7 +208,10 @@ def check_optimizer(
     params: Tree,
     check: Callable[[optax.GradientTransformation, Tree], Any] = check_separate,
 ) -> None:
-    """Raise ConfigError if the update of a parameter depends on other parameters, or fails."""
+    """Raise ConfigError if the update of a parameter depends on other parameters, or fails.
+
+    check: raises Mixing if an update depends on other parameters.
+    """
     try:
         check(optimizer, params)
         kinds = optax.ApplyIfFiniteState, optax.ZeroNansState

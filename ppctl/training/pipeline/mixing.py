@@ -23,7 +23,7 @@ from ppctl.training.pipeline.user_code import call_user_code
 Tree = Any
 NUM_TRIED = 4  # examples in the check
 NEW_PLACES = (1, 2, 3, 0)  # new order: no example keeps its place in its half
-MOST_BYTES = 2**30  # bytes of parameters, which one device holds during the check
+MOST_BYTES = 2**30  # bytes of parameters: larger models are not checked, as one device holds all
 # size of the noise relative to the parameters: a head of zeros would hide the layers before it
 NOISE = 0.05
 TOLERANCE = {"float64": 1e-8, "float32": 1e-4, "bfloat16": 5e-3}  # relative rounding of the loss

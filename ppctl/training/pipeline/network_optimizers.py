@@ -1,9 +1,9 @@
 """Run an optax optimizer on the parameters of a network, named as in its `init`.
 
-A layer of a network is stored packed: one array for each group of its parameters. An elementwise
-optimizer with one formula for all parameters of a group updates these arrays (`LayerOptimizer`).
-Other optimizers run on the author's tree: each rank unpacks its layers, updates them and packs the
-results.
+A layer of a network is stored packed: one array for each group of its parameters, "kernel" (with
+weight decay) or "bias", trained or frozen. An elementwise optimizer with one formula for all
+parameters of a group updates these arrays (`LayerOptimizer`). Other optimizers run on the author's
+tree: each rank unpacks its layers, updates them and packs the results.
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ def network_optimizer(
 class NetworkOptimizer:
     """An optimizer of a network, with the methods of `LayerOptimizer`.
 
-    The state is {"shared": {name: number}, "embed_head": {parameter: {group: {name: array}}},
-    "layers": arrays [..., n], one per dtype: the packed leaves of optax's state of each layer}.
+    The state is {"shared": {slot: number}, "embed_head": {parameter: {group: {slot: array}}},
+    "layers": arrays [..., n], one per dtype: the packed leaves of optax's state of each layer}. A
+    slot is the name of a leaf of optax's state without its parameter, such as "0/mu".
     """
 
     optimizer: optax.GradientTransformation
@@ -251,7 +252,8 @@ class NetworkOptimizer:
     ) -> tuple[Leaves, Leaves]:
         """Return (updates, next state) by leaf, of embedding, head and the layers in `numbers`.
 
-        The optimizer gets the whole tree, with zeros for other parameters.
+        The optimizer gets the whole tree, with zeros for other parameters. numbers: the layer in
+        each slot, -1 for padding.
         """
         indices = {int(l): index for index, l in np.ndenumerate(numbers) if l >= 0}
         g, p = self._params(grads, indices), self._params(params, indices)
@@ -266,7 +268,10 @@ class NetworkOptimizer:
         return {i: of_all[i] for i in g}, {j: next_state[j] for j in s}
 
     def _packed(self, numbers: np.ndarray, updates: Leaves, state: Leaves) -> tuple[Tree, Tree]:
-        """Return (updates of layers, their state) of a rank, [V, 1, K, ...]."""
+        """Return packed (updates of layers, their state) of a rank, [V, 1, K, ...].
+
+        numbers: the layer in each slot [V, 1, K], -1 for padding.
+        """
         layers = {
             int(l): (self.network.packed_layer(int(l), updates), self._pack(int(l), state))
             for l in numbers.ravel()

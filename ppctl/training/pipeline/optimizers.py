@@ -112,7 +112,11 @@ LossAndGrads = Callable[[Tree, Tree], tuple[dict[str, jax.Array], Tree]]
 
 
 def counted_by(optimizer: Optimizer) -> Updates:
-    """Return `StackOptions.updates`, which replaces the optimizer; {} for a plain optax one."""
+    """Return `StackOptions.updates`: functions that update the counted parameters, by name.
+
+    Counted parameters are updated from reported counts, not by the optimizer. {} for a plain optax
+    optimizer.
+    """
     return {} if isinstance(optimizer, optax.GradientTransformation) else optimizer.updates
 
 
@@ -145,7 +149,7 @@ def train_step(
     """Return the function (state, batch) -> (next state, metrics).
 
     batch: as in `with_example_keys`. metrics: "loss"; attached losses; "grad_norm", the global norm
-    before clipping; "lr" with an lr_schedule; "counts" with counted parameters.
+    before clipping; "lr" with an lr_schedule; "counts" if the model has counted parameters.
     """
 
     def step(state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
@@ -164,7 +168,7 @@ def apply_gradients(
 ) -> Tree:
     """Return the next state of a model or of one rank; gradients are None for frozen parameters.
 
-    norm: the norm of the whole model's gradients. of_rank: more arguments of a `ModelOptimizer`.
+    norm: the norm of the whole model's gradients. of_rank: layer_in_slot, for a `ModelOptimizer`.
     """
     # 1. the optimizer's parameters
     counted = counted_by(optimizer)

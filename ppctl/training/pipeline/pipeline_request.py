@@ -60,7 +60,10 @@ def schedule_for(
     knobs: Mapping[str, float],
     shapes: Mapping[str, jax.ShapeDtypeStruct],
 ) -> Schedule:
-    """Return the requested schedule, validated. ConfigError if it does not divide the batch."""
+    """Return the requested schedule, validated. ConfigError if it does not divide the batch.
+
+    knobs: settings of a schedule family, by name. shapes: shapes of a global batch.
+    """
     plan = _schedule_for(schedule, mesh.shape["pp"], num_microbatches, knobs)
     size, sizes = num_examples(shapes["inputs"]), MeshSizes.of(mesh.shape).shown(DATA_AXES)
     factors = {"num_microbatches": plan.num_microbatches} | sizes
@@ -114,7 +117,7 @@ def layered_stack(
 ) -> Stack:
     """Return a model as a stack of layers. ConfigError if it does not accept the batch.
 
-    A network is cut at its marks, or into `layers` layers of about equal work.
+    A network is cut at each `stage_boundary`, or into `layers` layers of about equal work.
     """
     shapes = shapes_of(batch)
     if isinstance(model, Stack):
@@ -134,7 +137,7 @@ def layered_stack(
 def divided_vocabulary(
     plan: Schedule, vocab: str, schedule: Any, execution: Execution, costs: Costs
 ) -> Schedule:
-    """Return a schedule with embedding and head on all ranks. ConfigError unless of a family."""
+    """Return `plan` with embedding and head on all ranks. ConfigError for a custom schedule."""
     if vocab != "parallel":
         raise ConfigError(f"vocab={vocab} is not one of whole, parallel.")
     if not isinstance(schedule, str | FamilyWithKnobs):

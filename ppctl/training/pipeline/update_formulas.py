@@ -30,7 +30,7 @@ UNIFORM = ELEMENTWISE | {
     "transpose",
 }  # operations that keep equal entries equal
 RANDOM = ("random_", "threefry", "rng_")  # prefixes of JAX's random operations
-# parameters of operations that formulas leave out
+# parameters of JAX's operations that do not change a formula
 SHAPES = ("shape", "broadcast_dimensions", "sharding", "weak_type")
 
 
@@ -129,8 +129,8 @@ def has_state(optimizer: optax.GradientTransformation, params: Tree, kind: type)
 def update_formulas(optimizer: optax.GradientTransformation, params: Tree) -> list[Formula]:
     """Return the formula of each parameter's update and state; params: arrays or shapes.
 
-    Raises Mixing, a ConfigError, if one depends on other parameters or on random numbers. The check
-    of `optax.apply_if_finite` is no such dependency: see `LayerOptimizer`.
+    Raises Mixing, a ConfigError, if an update depends on other parameters or on random numbers. The
+    check of `optax.apply_if_finite` does not count as a dependency: see `LayerOptimizer`.
     """
     # 1. the program of an update
     update = optax.with_extra_args_support(optimizer).update

@@ -53,12 +53,13 @@ def custom_stack(
     compute: jnp.dtype | None = None,
     device: Any = None,
 ) -> Stack:
-    """Return the model of model.target(num_layers, dtype, data, **options), a network as a stack.
+    """Return model.target(num_layers, dtype, data, **options); a `Network` is cut into a `Stack`.
 
     dtype: dtype of the parameters. compute: compute dtype. device: a target device, passed if the
     function has a `device` parameter. num_layers: None: not passed, the model decides; required
-    with layers=auto. ConfigError if the call fails, or its result does not accept examples of
-    `data` or cannot be cut into layers.
+    with layers=auto. layers: marks (cut a network at each `stage_boundary`) | auto (into num_layers
+    layers of equal work). mixes_examples: as in `StackOptions`. ConfigError if the call fails, or
+    its result does not accept examples of `data` or cannot be cut into layers.
     """
     # 1. the call
     key, auto = f"model.target={target}", layers == "auto"

@@ -1,4 +1,4 @@
-"""run.on_event: a command of the user's, called at each event of a run.
+"""run.on_event: the user's command, called at each event of a run.
 
 It reads one JSON document from standard input. A separate thread makes the calls one by one, so no
 step waits for them. The first call that fails or takes too long prints a note; training goes on.

@@ -42,7 +42,8 @@ def with_start_tokenizer(start_from: str, data: AnyData) -> AnyData:
     """
     start = Path(start_from)
     is_open = isinstance(data, Stdlib | Tokens) and data.tokenizer is None
-    if not is_open or not (start / "config.yaml").is_file():  # load_run raises later, if missing
+    # without config.yaml it is not a run: `state_from` raises later if it has no checkpoint
+    if not is_open or not (start / "config.yaml").is_file():
         return data
     name = tokenizer_name(start, load_run(start).config.data)
     if name is None and isinstance(data, Stdlib):
@@ -54,7 +55,7 @@ def with_start_tokenizer(start_from: str, data: AnyData) -> AnyData:
 
 
 def imported_source(run_dir: Path, start_from: str | None) -> Path | None:
-    """Return the folder of imported files of this run, else of run.start_from; else None."""
+    """Return the folder of imported files of this run, or of run.start_from; None: neither."""
     for folder in (run_dir, *(() if start_from is None else (Path(start_from),))):
         if (folder / SOURCE / MODEL_CONFIG).is_file():
             return folder / SOURCE

@@ -73,7 +73,10 @@ def metadata(job: TrainingJob, finished: int) -> dict[str, Any]:
 def _read_ahead(
     batches: Iterator[Tree],
 ) -> tuple[Tree, PpctlError | None, Callable[[], list[bool]]]:
-    """Return (next batch or None, error or None, function that waits for all failure flags)."""
+    """Return (next batch or None, error or None, function that waits for all processes' flags).
+
+    A process's flag is True if it could not read its batch.
+    """
     batch, found = None, None
     try:
         batch = next(batches)
@@ -217,7 +220,7 @@ class Loop:
                 "change the parameters."
             )
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            # both come from the state before this step's update, so that state is bad, too
+            # loss and gradients come from the state before this step, finished - 1: it is bad, too
             what = f"loss={loss}, grad_norm={grad_norm}"
             raise self._non_finite(finished, what, newest_good=finished - 2)
 
@@ -319,6 +322,7 @@ class Loop:
         """Save a new state before an error of the body ends training.
 
         An error of only one of several processes saves nothing, because a save needs all of them.
+        is_new: whether this start has trained `state`, so that it must be saved.
         """
         try:
             yield

@@ -210,7 +210,7 @@ def state_from(job: TrainingJob) -> Tree | None:
         return step
 
     def read(step: int) -> tuple[Tree, bool]:
-        # one step for all processes, because each reads a part of each array
+        # all must read the same step, because each process reads a part of each array
         compare({"the step of run.start_from": step})
         stored, is_base = stored_lora(checkpoints, step), False
         if stored is None:

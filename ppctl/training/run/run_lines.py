@@ -14,7 +14,7 @@ from ppctl.schedule.simulator import simulate
 from ppctl.training.pipeline.built_in_models import attention_kernels
 from ppctl.training.pipeline.job import TrainingJob, partition_text
 
-LOCKSTEP_NOTICE = 1.05  # lockstep over free-running makespan above which a note is printed
+LOCKSTEP_NOTICE = 1.05  # ratio of lockstep to free-running makespan; above it, a note is printed
 
 
 def describe(job: TrainingJob, start: int) -> Iterator[str]:

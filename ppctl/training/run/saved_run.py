@@ -145,8 +145,9 @@ class SavedRun:
     def config(self) -> Config:
         """Model, data and run settings of the newest start.
 
-        Relative paths are resolved from the directory where the run was started. It is inferred
-        from run.dir if run.dir leads to this directory, else it is the recorded one.
+        Relative paths are resolved from the directory where the run was started. If the path
+        of the run directory ends with run.dir, that is the part before run.dir; otherwise it is
+        the recorded directory.
         """
         found, place = model_and_data(self.settings), self.directory.resolve()
         parts, root = Path(found.run.dir).parts, self._started_in

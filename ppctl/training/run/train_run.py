@@ -175,7 +175,9 @@ def _stop_requests(
 
     def handle(number: int, _frame: Any) -> None:
         received.append(number)
-        if number != signal.SIGPIPE:  # Python's handler would still wait for the step and the save
+        # the default action ends the process at a second signal; a handler of Python would wait for
+        # the step and the save
+        if number != signal.SIGPIPE:
             signal.signal(number, signal.SIG_DFL)
         if is_joined:
             os.kill(os.getpid(), signal.SIGTERM)

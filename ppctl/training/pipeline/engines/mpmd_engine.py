@@ -4,6 +4,9 @@ The global norm is computed across ranks: each rank sums the squares of its grad
 adds these sums and sends the norm to all ranks, with the other numbers of the step. The state is a
 tuple with one tree per rank; trees of other processes' ranks have None in place of arrays. Ranks
 that share a leaf of embedding and head all apply the same update.
+
+A plan lists programs and transfers as data. A `Walk` is a compiled plan: it runs them and returns
+values by key.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -103,7 +106,8 @@ class Mpmd:
     def _alone(self, whole: Callable[[], Tree]) -> Tree:
         """Return whole(), a call of programs on the whole mesh, after all dispatched programs.
 
-        The runtime's turns order only programs of ranks, so this waits for their end.
+        The runtime orders the programs of each rank, but not those on the whole mesh, so this waits
+        until the ranks' programs have ended.
         """
         self.runtime.wait()
         self.runtime.connect()
@@ -231,7 +235,7 @@ class Mpmd:
         return [submesh.devices.flat[0].id for submesh in self.division.submeshes]
 
     def state_of(self, found: Mapping[Key, Tree], prefix: str = "") -> Tree:
-        """Return the state among the values of a walk; prefix: "next_" after `try`."""
+        """Return the state among the values of a walk; prefix: of its keys, "next_" after `try`."""
         return tuple({name: found[prefix + name, r] for name in STATE} for r in self.ranks)
 
     def metrics_of(self, found: Mapping[Key, Tree]) -> dict[str, jax.Array]:
@@ -313,13 +317,13 @@ class Mpmd:
         return [*moves, self._op("mean", self.last, reads, [("loss",), ("number",)])]
 
     def _to_last(self, name: str, ranks: Sequence[int]) -> tuple[list[PlanEntry], list[Key]]:
-        """Return (moves of a value from `ranks` to the last rank, the keys of the copies there)."""
+        """Return (moves of a value from `ranks` to the last rank, the keys of the copies)."""
         there = {r: (name if r == self.last else f"{name}_there", r) for r in ranks}
         moves = [transfer_entry(r, (name, r), self.last, there[r]) for r in ranks if r != self.last]
         return moves, [*there.values()]
 
     def _norm(self) -> list[PlanEntry]:
-        """Return the entries that compute a step's numbers: the last rank combines those of all."""
+        """Return the entries for a step's numbers: the last rank combines the sums of all ranks."""
         writes = ("squares", *self.counts)
         ops = [
             self._op("squares", r, [("grads", r)], [(name, r) for name in writes])
@@ -353,5 +357,5 @@ class Mpmd:
         return [transfer_entry(self.last, (name,), r, (name, r)) for r in self.ranks]
 
     def _grads(self, rank: int) -> list[Key]:
-        """Return the keys of a rank's gradients; another rank may add those of shared leaves."""
+        """Return the keys of a rank's gradients, and of shared leaves' sums from another rank."""
         return [("grads", rank)] + [("shared", rank)] * (self.roles[rank].shared == "gives")

@@ -1,4 +1,7 @@
-"""The engine of executors that run a step as one XLA program on the mesh: spmd, reference."""
+"""The engine of executors that run a step as one XLA program on the mesh: spmd, reference.
+
+Staged and natural form: see `train_states`.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -130,7 +133,8 @@ class OneProgram:
             of_rank["temporaries"] = temporaries(None)
         elif step is not None:
             rest = total_bytes(step) - sum(of_rank.values())
-            if rest < 0:  # the program reads layers from the parameters, without a copy
+            # less than the parts: `weights` counts a copy of the layers that XLA did not make
+            if rest < 0:
                 of_rank["weights"] = max(0, of_rank.get("weights", 0) + rest)
             of_rank["temporaries"] = max(0, rest)
         return (of_rank,) * self.states.layout.mesh.shape["pp"]

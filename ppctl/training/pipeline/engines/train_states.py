@@ -1,4 +1,8 @@
-"""The arrays of training: states in natural and staged form, and a process's examples."""
+"""The arrays of training: states in natural and staged form, and a process's examples.
+
+Natural: layers [L, ...] in model order. Staged: [V, P, K, ...], K layer slots in each of V chunks
+on each of P ranks (`ppctl.executors.parameter_layout`).
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

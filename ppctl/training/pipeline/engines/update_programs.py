@@ -74,7 +74,11 @@ class UpdatePrograms:
         return loss / divisor(number), number
 
     def _scaled(self, grads: Tree, number: jax.Array, shared: Sequence[Tree]) -> Tree:
-        """Return gradients of the mean loss; shared leaves come from the rank that adds them."""
+        """Return gradients of the mean loss from gradients of the sum of losses.
+
+        number: number of losses. shared: the sum over ranks of the shared leaves' gradients, from
+        the rank that adds them; empty if `grads` already has it.
+        """
         if shared:
             embed_head = with_shared(grads["embed_head"], *shared)
             grads = grads | {"embed_head": embed_head}

@@ -92,7 +92,7 @@ class PlainModel:
             given, grads = grads, without_counted(grads, counted)
             clipping = optax.clip_by_global_norm(max_norm)
             grads, _ = clipping.update(grads, clipping.init(grads))
-            least = rounding_of(grads)  # least shift, where gradients cancel to about 0
+            least = rounding_of(grads)  # smallest tolerance: gradients may cancel to about 0
             size = lambda g: jnp.maximum(tolerance * jnp.abs(g).max(), least)  # noqa: E731
             grads = jax.tree.map(lambda g: g + (shift * size(g)).astype(g.dtype), grads)
             trained, grads = map(by_layer, (trained_of(state["params"]), grads))

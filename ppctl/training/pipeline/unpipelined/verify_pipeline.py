@@ -21,7 +21,7 @@ from ppctl.training.pipeline.unpipelined.whole_model import (
 
 Tree = Any
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 5e-2}  # max|difference|/max|reference|
-ROUNDINGS = 8.0  # allowed error in roundings of the largest number, as sums differ in order
+ROUNDINGS = 8.0  # allowed error, in eps of the largest number: the order of sums differs
 # allowed error of a state, as a multiple of its change if gradients change by the tolerance
 SLACKS = 2.0
 
@@ -37,17 +37,17 @@ class Number:
 
 @dataclass(frozen=True)
 class Leaf:
-    """The comparison of an array.
+    """The comparison of an array with its reference.
 
-    max_abs: the largest entry of the reference; for a state, of the change that the reference makes
-    in all steps. error: the largest difference, for a state beyond that of rounding, relative to
-    max_abs. layer: the stacked layer with the largest error, or the layer of a network that uses
-    the array; None: no layer.
+    max_abs: the largest entry of the reference; for a state, the largest change of the reference in
+    all steps. error: the largest difference relative to max_abs; for a state, only the excess over
+    the difference that rounding can cause. layer: the stacked layer with the largest error, or the
+    layer of a network that uses the array; None: no layer.
     """
 
     name: str
     shape: tuple[int, ...]
-    norm: float  # 2-norm of all entries
+    norm: float  # 2-norm of the compared array
     max_abs: float
     max_difference: float  # largest difference, absolute
     error: float

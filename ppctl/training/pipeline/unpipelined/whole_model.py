@@ -85,9 +85,10 @@ class WholeModel:
 
 
 def of_author(stack: Stack, tree: Tree) -> Tree:
-    """Return a tree with each parameters-like subtree in the form of the network's author.
+    """Return a tree with the parameters in it named as by the network's author.
 
-    Trees of models that are not networks stay unchanged.
+    Converts each subtree {"embed_head", "layers"}, such as gradients. If the model is not a
+    network, the tree stays unchanged.
     """
     network = stack.options.network
     if network is None:
