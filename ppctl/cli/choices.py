@@ -24,9 +24,9 @@ from ppctl.errors import nearest, suggested
 from ppctl.schedule.families.registry import also_called
 from ppctl.schedule.mesh_axes import AXES, TEXT_AXES
 
-# parts with one class each
+# parts of the config with one settings class each
 PLAIN = {cls.__name__.lower(): cls for cls in (Run, Launch, Verify, Plan, Tune, Inspect, Costs)}
-# parts with several options, chosen by name
+# parts of the config with several options, chosen by name
 PARTS = tuple(f.name for f in dataclasses.fields(Config) if f.name not in PLAIN)
 GROUPS = (*PARTS, "recipes")
 DRAWN = ("mesh", "schedule", "costs")  # parts that `ppctl schedule` reads

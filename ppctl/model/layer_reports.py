@@ -114,7 +114,7 @@ def without_counted(tree: Tree, updates: Updates) -> Tree:
 
 
 def counted_part(tree: Tree, updates: Updates) -> Tree:
-    """Return a tree {"embed_head", "layers"} that keeps only layer parameters in `updates`."""
+    """Return a tree {"embed_head", "layers"} with None for leaves that are not counted."""
     return jax.tree_util.tree_map_with_path(
         lambda path, a: a if is_counted(path, updates) else None, tree
     )

@@ -115,7 +115,7 @@ class ExpertsPart:
     num_experts: int
     top_k: int  # experts a token
     num_rows: int  # expected rows on the fullest device; one for each token and expert
-    most_rows: int  # number of rows that the device's arrays can hold
+    most_rows: int  # maximum rows (token-expert pairs) in the device's arrays
     compute_s: float | None  # seconds of the experts' products; None: unknown
     sent_s: float | None  # seconds of sends of tokens and results along ep; None: unknown
     remedy: str | None  # remedy if sends take longer than products

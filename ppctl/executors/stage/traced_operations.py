@@ -161,7 +161,8 @@ class Trace:
 
     def _value(self, env: dict[Any, Any], v: Any) -> Any:
         """Return the value of v, computed now unless an operation computes it."""
-        if not is_literal(v) and v in self.marked:  # the mark's other arguments may be unknown
+        # a mark is bypassed, not run: values of its other arguments may be missing in env
+        if not is_literal(v) and v in self.marked:
             return self._value(env, self.marked[v])
         if not is_literal(v) and v not in env:
             self._bind(env, self.made_by[v])

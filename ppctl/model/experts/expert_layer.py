@@ -121,7 +121,8 @@ def counted_updates(sizes: ExpertSizes) -> dict[str, Any]:
 def used_layers(sizes: ExpertSizes | None) -> dict[str, int]:
     """Return `StackOptions.used_layers`: the number of layers that use each part.
 
-    It is 0 for parameters that only report counts, so that parameter counts leave them out.
+    It is 0 for parameters that exist only to return token counts as their gradients, so that
+    parameter counts leave them out.
     """
     if sizes is None:
         return {}

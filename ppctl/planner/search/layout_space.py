@@ -17,7 +17,7 @@ from ppctl.schedule.remat import Remat
 # families in the order that decides between equal layouts
 PREFERRED = (BASELINE, *(name for name in FAMILIES if name != BASELINE))
 CHUNKS = (2, 4, 8)  # stages a rank to try, for families with this setting
-LEAST_EMBED_HEAD = 0.05  # least share of embedding and head, 0..1, to try vocabulary parts
+LEAST_EMBED_HEAD = 0.05  # least share of time or memory, 0..1, to try vocabulary parts
 
 
 # (mesh, microbatches, number of vocabulary parts) -> step if layers are divided evenly, rounded up
@@ -116,7 +116,11 @@ class Bounds:
 
     @property
     def may_gain_by_parts(self) -> bool:
-        """Return whether embedding and head take LEAST_EMBED_HEAD of time or memory, or more."""
+        """Return whether dividing the vocabulary may gain LEAST_EMBED_HEAD or more.
+
+        It may if embedding and head take this share of the layers' time, or if their division
+        saves this share of the fullest device's memory.
+        """
         pp = self.mesh.pp
         layers_s = self.space.num_layers * self.op_times.layer.all_s
         if self.op_times.embed_head_s(pp) * pp >= LEAST_EMBED_HEAD * layers_s:

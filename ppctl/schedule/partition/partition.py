@@ -147,7 +147,7 @@ def explicit(num_layers: int, num_stages: int, layers: Sequence[int] | str) -> P
     >>> [len(stage) for stage in explicit(16, 8, "Et*3|(tt|)*6,tL")]
     [3, 2, 2, 2, 2, 2, 2, 1]
     """
-    # 1. the stages' texts or numbers
+    # 1. the part of `layers` for each stage, a text or a number
     given = layers if isinstance(layers, str) else list(layers)
     shown = setting("partition.layers", given, f"partition={given}")
     stages = _written_out(layers, shown).split("|") if isinstance(layers, str) else layers

@@ -97,7 +97,10 @@ class NetworkOptimizer:
 
     @cached_property
     def places(self) -> list[Place]:
-        """The place of each leaf of optax's state; owners are numbered among all parameters."""
+        """The place of each leaf of optax's state.
+
+        `owner` is the index of the leaf's parameter among all parameters, frozen ones included.
+        """
         places = places_in(self.state, self.shapes)
         return [p if p.owner is None else p._replace(owner=self.trained[p.owner]) for p in places]
 

@@ -43,7 +43,7 @@ def learning_rates(
     warm = min(warmup_steps, num_steps - 1)
     left, least = max(num_steps, warm + 1) - warm, lr * min_lr_fraction
     falling = min(left, max(1, round(decay_fraction * num_steps)))
-    # 2. the parts, with the update that ends each
+    # 2. the parts, warm-up first: (schedule, its number of updates)
     linear, constant = optax.linear_schedule, optax.constant_schedule(lr)
     after = {
         "cosine": [(optax.cosine_decay_schedule(lr, left, min_lr_fraction if lr else 0.0), left)],

@@ -62,7 +62,7 @@ class Place(NamedTuple):
     """The place of a leaf in an optimizer's state."""
 
     names: Path
-    owner: int | None  # number of its parameter; None: shared, such as a count of steps
+    owner: int | None  # index of its parameter; None: shared, such as a count of steps
     slot: str  # names without those of the parameter, such as "0/mu"
 
 

@@ -235,7 +235,7 @@ class Mpmd:
         return [submesh.devices.flat[0].id for submesh in self.division.submeshes]
 
     def state_of(self, found: Mapping[Key, Tree], prefix: str = "") -> Tree:
-        """Return the state among the values of a walk; prefix: of its keys, "next_" after `try`."""
+        """Return the state that a walk computed. prefix: "next_" for the plan `try`, else empty."""
         return tuple({name: found[prefix + name, r] for name in STATE} for r in self.ranks)
 
     def metrics_of(self, found: Mapping[Key, Tree]) -> dict[str, jax.Array]:
