@@ -85,6 +85,7 @@ def _limits(
     kernel: str,
 ) -> list[tuple[bool, str]]:
     """Return the limits of a kernel as pairs (whether it is exceeded, reason)."""
+    # 1. the limit of all kernels
     merges = (
         f"{setting('mesh.cp', cp)} merges parts of a softmax by their sums, which {kernel} does "
         "not return"
@@ -92,6 +93,7 @@ def _limits(
     limits = [(cp > 1 and kernel not in PAIR_KERNELS, merges)]
     if kernel not in ("pallas", "cudnn"):
         return limits
+    # 2. the limits of a kernel for TPUs or NVIDIA GPUs
     by_dtype, kind, platform = setting("run.dtype", dtype), jnp.dtype(dtype), device.platform
     if kernel == "pallas":
         shape = f"heads {head_dim} wide and {num_tokens} tokens"
