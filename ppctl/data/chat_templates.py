@@ -25,7 +25,7 @@ CALL_STEPS = 8  # steps of a call, which takes longer than a loop item (1 step)
 MOST_PRODUCT = 2**24
 TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")  # special tokens in templates
 GENERATION = "{% generation %}"
-MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")  # as Jinja reads the tag
+MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")  # all spellings of the tag
 CHATML = (  # OpenAI's ChatML; {% generation %} encloses the assistant's words
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['role'] == 'assistant' %}"

@@ -72,6 +72,13 @@ def names_in_xla_flags() -> set[str]:
     return {word.partition("=")[0].lstrip("-") for word in words}
 
 
+def add_to_xla_flags(*options: str) -> None:
+    """Append options (--NAME=VALUE) to XLA_FLAGS, except those that it has by name already."""
+    names = names_in_xla_flags()
+    missing = [each for each in options if each.partition("=")[0].lstrip("-") not in names]
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *missing]).strip()
+
+
 def text_of(flags: Flags) -> str:
     """Return the options in the form of XLA_FLAGS, without dashes."""
     text = lambda value: str(value).lower() if isinstance(value, bool) else value  # noqa: E731

@@ -16,7 +16,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from ppctl.errors import ConfigError
-from ppctl.executors.compiler_options import names_in_xla_flags
+from ppctl.executors.compiler_options import add_to_xla_flags
 from ppctl.executors.device_mesh import check_hosts, laid_out, mesh_of
 from ppctl.schedule.mesh_axes import MeshSizes, product_text
 
@@ -117,9 +117,7 @@ def _gpus(topology: str, gpu: GpuTarget) -> list[Any]:
             "GPUs. Install ppctl[cuda12] or ppctl[cuda13]; neither a GPU nor a driver is needed. "
             "Or predict only, which takes no compiler: plan.compile=false."
         )
-    if AWAY_FROM_GPU.partition("=")[0].lstrip("-") not in names_in_xla_flags():
-        flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"{flags} {AWAY_FROM_GPU}".strip()
+    add_to_xla_flags(AWAY_FROM_GPU)
     shape, target = topology.partition(":")[2], target_config(gpu)
     options = {"topology": f"1x{shape}", "target_config": target}
     return topologies.get_topology_desc(platform="cuda", **options).devices

@@ -101,7 +101,7 @@ class Layout:
     auto: tuple[str, ...] = ()  # axes that XLA partitions the model over, such as tp
 
     def auto_specs(self, params: Tree) -> Tree:
-        """Return the PartitionSpecs by which XLA divides {"embed_head", "layers"} (one layer)."""
+        """Return the PartitionSpecs of {"embed_head", "layers"} (one layer) for XLA."""
 
         def spec(path: tuple, leaf: jax.ShapeDtypeStruct) -> P:
             shard = self.shard(path, leaf.shape)
@@ -241,7 +241,7 @@ class Layout:
     def staged_spec(
         self, path: tuple, shape: tuple[int, ...], axes: tuple[str, ...] = ("pp", "fsdp")
     ) -> P:
-        """Return the spec of a staged leaf; axes: axes over which embedding and head are stored."""
+        """Return the spec of a staged leaf; axes: axes that shard embedding and head."""
         if is_layer(path):
             of_layer = shape[3:]
             shard = self.shard(path, of_layer)

@@ -43,7 +43,7 @@ Events = queue.SimpleQueue[Exit | Stop]
 class Ending(NamedTuple):
     code: int  # exit code as in a shell: 128 + n after signal n
     is_stopped: bool  # a signal to this process ended the group
-    cause: str | None  # which process ended the group, and how; None: a regular end
+    cause: str | None  # the process that ended the group, and its end; None: a regular end
 
 
 @contextmanager

@@ -128,7 +128,7 @@ def counts_by_name(counts: Tree) -> dict[str, jax.Array]:
 def with_updated(params: Tree, grads: Tree, updates: Updates, num_stacked: int) -> Tree:
     """Return parameters, with the counted ones updated by the counts in `grads`.
 
-    num_stacked: number of leading axes of the leaves of "layers" over which layers are stacked.
+    num_stacked: number of leading axes of the leaves of "layers" that stack the layers.
     """
 
     def one(path: tuple, p: jax.Array, counts: jax.Array | None) -> jax.Array:

@@ -18,7 +18,7 @@ from ppctl.schedule.search.choosing_ranks import ChoosingRanks
 from ppctl.schedule.validation import validate
 
 DELAYS = (0, 1, 2)  # microbatches; 1 hides the wait of T for S, 2 also that of B for T
-AHEAD = 2  # maximum number of microbatches by which E is ahead of the first stage's F
+AHEAD = 2  # maximum lead of E over the first stage's F, in microbatches
 PRIORITY = "TSEG"  # order of tasks that are ready at the same time; stage tasks come last
 
 

@@ -121,7 +121,7 @@ def test_dropout_of_adapters_drops_their_inputs_alone():
     assert float(found[0][0]) == pytest.approx(float(found[1][0]), rel=1e-13)
     of_query = [grads["layers"]["attention"]["query"]["lora_b"] for _, grads in found]
     assert error(of_query[1], of_query[0]) > 0.1
-    # 2. each linear map has draws of its own, of the rate
+    # 2. each linear map draws separately, at the rate
     sizes = SimpleNamespace(dropout=0.0, lora=ppctl.Lora(dropout=rate))
     drop = BlockDropout(sizes, WHOLE, wrapped(np.arange(16, dtype=np.uint32).reshape(8, 2)), 50)
     x = jnp.ones((400, 20))

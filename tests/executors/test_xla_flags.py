@@ -2,6 +2,7 @@
 compiled program.
 """
 
+import os
 import re
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from ppctl.executors.compiler_options import (
     GPU_FLAGS,
     GRAPHED,
     GRAPHS,
+    add_to_xla_flags,
     flags_for,
     text_of,
     total_bytes,
@@ -57,6 +59,16 @@ def test_what_the_environment_sets_is_left_alone(monkeypatch):
     # a longer option that begins alike is another one
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm_any=true")
     assert "xla_gpu_enable_triton_gemm" in dict(flags_for("auto", H100))
+
+
+def test_options_are_added_once_and_never_over_the_users(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--a=1 --longer_b=2")
+    for _ in range(2):
+        add_to_xla_flags("--a=9", "--b=3")
+    assert os.environ["XLA_FLAGS"] == "--a=1 --longer_b=2 --b=3"
+    monkeypatch.delenv("XLA_FLAGS")
+    add_to_xla_flags("--b=3")
+    assert os.environ["XLA_FLAGS"] == "--b=3"
 
 
 @pytest.mark.parametrize(("platform", "kind"), OTHERS)

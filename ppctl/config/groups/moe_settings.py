@@ -31,7 +31,7 @@ class Experts:
     # add a bias to the scores for choosing experts, not to weights; only bias_update changes it
     choice_bias: bool = False
     num_groups: Count = 1  # groups of experts, of equal size
-    top_groups: Count = 1  # groups from which a token chooses its experts
+    top_groups: Count = 1  # groups per token; its experts are in these groups
     # score of a group: its best expert's (max) | the sum of its two best experts' (top2)
     group_score: Annotated[str, one_of(*GROUP_SCORES)] = "max"
     # hidden width of a shared expert, applied to all tokens; None: no shared expert

@@ -43,8 +43,8 @@ OF_DEVICE = ("acc", "acc_embed_head", "losses", "stash", "pending", "logits")
 class ProgramLibrary:
     """The function, PartitionSpecs, donated arguments and compiler preset of each program.
 
-    param_specs: specs of the parameters, by role of the rank. sum_axes: axes over which gradients
-    are summed. once: by kind, functions of the programs that run after the gradients, such as the
+    param_specs: specs of the parameters, by role of the rank. sum_axes: mesh axes of the sum of
+    gradients. once: by kind, functions of the programs that run after the gradients, such as the
     update. once_specs: (program, value name) -> the value's specs; None: other values.
     whole_arrays: kinds of programs that see a rank's whole arrays, as XLA divides them.
     """

@@ -22,7 +22,7 @@ from ppctl.schedule.tick_lowering import Ticks
 Tree = Any
 MOST_PADDED = 4  # maximum number of arrays in `padded_sum`; XLA fuses concatenations of more
 
-# names of a tick's tasks in the compiled program, by which profiles find their operations
+# names of a tick's tasks in the compiled program; profiles use them to find operations
 SCOPES: dict[Kind, str] = {
     "F": "tick_forward",
     "B": "tick_backward",

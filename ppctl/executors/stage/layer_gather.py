@@ -66,7 +66,7 @@ def _scanned(
 ) -> tuple[Tree, Any, Tree]:
     """Return `fold_gathered` of stacked layers.
 
-    The last iteration has no next layer: it gathers its own layer again, for the third result.
+    The last iteration has no next layer: it gathers the same layer again, for the third result.
     """
     num_layers = jax.tree.leaves(w)[0].shape[0]
     take = lambda a, k: jax.lax.dynamic_index_in_dim(a, k, keepdims=False)  # noqa: E731

@@ -35,8 +35,8 @@ from ppctl.schedule.vocabulary_parallel import with_parts, with_vocabulary
 # key of a schedule: (family, ranks, microbatches, chunks, vocabulary parts, whether in ticks)
 Key = tuple[str, int, int, int, int, bool]
 MOST_TASKS = 8_000  # tasks of a simulation; longer schedules are extrapolated from two shorter ones
-# maximum number of ranks p for which the two shorter schedules differ by 2p microbatches; with
-# more ranks they differ by p
+# maximum number of ranks p whose two shorter schedules differ by 2p microbatches; with more
+# ranks they differ by p
 FEW_RANKS = 16
 
 

@@ -50,7 +50,7 @@ def show_numbers(
 def _row(number: int, tuned: Tuned, fits: Numbers) -> dict[str, str]:
     """Return the cells of the best layout for a number of devices, by column.
 
-    fits: the results in which a layout fits; the smallest number is the base of percentages.
+    fits: the results with a layout that fits; the smallest number is the base of percentages.
     """
     fewest = min(fits)
     per_device = fewest * _step_s(fits[fewest]) / (number * _step_s(tuned))

@@ -38,7 +38,7 @@ TREND = 80  # number of medians on a curve of many points
 FEW = 16  # largest number of points that a curve's description lists
 NUM_SHADES = 16  # colours of a heat map
 NUM_MARKS = 5  # approximate number of marks on a curve, if a figure has several
-LOG_FROM = 100.0  # ratio of greatest to least value from which the y axis is logarithmic
+LOG_FROM = 100.0  # least ratio of greatest to least value for a logarithmic y axis
 LEAST = 1e-100  # smallest value for a logarithmic axis
 
 Points = Sequence[tuple[float, float | None]]  # ascending by x; None: not finite

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ppctl.errors import ScheduleError
 from ppctl.schedule.costs import Costs
 
-SMALL_HOP = 0.3  # largest transfer / min(F, B) for which the formulas of 1F1B hold
+SMALL_HOP = 0.3  # largest transfer / min(F, B) in the domain of 1F1B's formulas
 
 
 @dataclass(frozen=True)

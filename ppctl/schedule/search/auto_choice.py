@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ppctl.schedule.ir import Schedule
 
-NO_GAP = 1e-9  # relative gap up to which a schedule is proven shortest; rounding error
+NO_GAP = 1e-9  # largest relative gap of a schedule that is proven shortest; rounding error
 GIB = 2**30
 
 

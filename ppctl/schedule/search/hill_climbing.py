@@ -12,8 +12,8 @@ from itertools import pairwise
 
 from ppctl.schedule.execution_order import Jobs, Orders, TimedOrders
 
-AHEAD = (1, 2, 3, 4, 6, 9)  # numbers of steps by which a pair's second task moves ahead
-BACK = (2, 3, 4, 6, 9, 14)  # numbers of steps by which its first task moves back; 1 equals 1 ahead
+AHEAD = (1, 2, 3, 4, 6, 9)  # moves of a pair's second task to an earlier place, in steps
+BACK = (2, 3, 4, 6, 9, 14)  # moves of its first task to a later place, in steps; 1 equals 1 ahead
 LEAST_GAIN = 1e-9  # gain relative to the makespan; less is rounding
 
 

@@ -12,6 +12,7 @@ from ppctl.config import Hardware, Run
 from ppctl.config import Mesh as MeshSettings
 from ppctl.config.field_checks import domains
 from ppctl.errors import ConfigError, setting
+from ppctl.executors.compiler_options import add_to_xla_flags
 from ppctl.executors.device_mesh import all_devices, make_mesh
 from ppctl.launch import join_processes as distributed
 from ppctl.launch import xla_stderr
@@ -65,9 +66,7 @@ def start_jax(run: Run, dtype: str, num_devices: int, *, is_away: bool = False) 
     is_away: the run uses no attached device, as with plan.topology. ConfigError if JAX cannot
     start.
     """
-    flags = os.environ.get("XLA_FLAGS", "")
-    missing = [flag for flag in CPU_FLAGS if flag.split("=")[0] not in flags]
-    os.environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
+    add_to_xla_flags(*CPU_FLAGS)
     platform = run.platform or ("cpu" if is_away else None)
     if platform is not None:
         jax.config.update("jax_platforms", platform)

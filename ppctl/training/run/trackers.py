@@ -50,7 +50,7 @@ class Tracker(NamedTuple):
 
     log: Callable[[Values, int], object]  # arguments: values by tag, step
     end: Callable[[bool], object]  # argument: True if the run has reached its last step
-    id: str | None = None  # key with which a later start continues the run
+    id: str | None = None  # key of the run, for a later start that continues it
     place: str | None = None  # text to print: the place of the records
 
 
