@@ -28,6 +28,7 @@ AWAY_FROM_TPU = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
 }
 AWAY_FROM_GPU = "--xla_gpu_autotune_level=0"  # autotuning would time kernels on a device
+CUDA_VERSION = "12.8.0"  # of a described GPU's driver, runtime and toolkit
 CUDA_PLUGINS = ("xla_cuda12", "xla_cuda13")
 
 
@@ -132,14 +133,17 @@ def has_plugin() -> bool:
 def target_config(gpu: GpuTarget) -> str:
     """Return the text of a GPU's GpuTargetConfigProto, for XLA's compiler.
 
-    The constants hold for all NVIDIA GPUs from the A100 on. Source: the CUDA C++ programming guide,
-    compute capabilities; xla/backends/gpu/target_config of XLA.
+    The constants hold for all NVIDIA GPUs from the A100 on. Without the versions of driver and
+    runtime, XLA compiles products of 8-bit floats to slower products of bfloat16, without a word.
+    Source: the CUDA C++ programming guide, compute capabilities; xla/backends/gpu/target_config of
+    XLA.
     """
     # the GPU's numbers first, then the constants
     major, minor = gpu.capability.split(".")
+    features = "feature_extension: ACCELERATED_FEATURES" if int(major) >= 9 else ""
     return f"""
         gpu_device_info {{
-          cuda_compute_capability {{ major: {major} minor: {minor} }}
+          cuda_compute_capability {{ major: {major} minor: {minor} {features} }}
           core_count: {gpu.cores}
           fpus_per_core: {gpu.fp32_per_core}
           clock_rate_ghz: {gpu.clock_ghz}
@@ -157,6 +161,9 @@ def target_config(gpu: GpuTarget) -> str:
           block_dim_limit_x: 2147483647
           block_dim_limit_y: 65535
           block_dim_limit_z: 65535
+          driver_version: "{CUDA_VERSION}"
+          runtime_version: "{CUDA_VERSION}"
+          compile_time_toolkit_version: "{CUDA_VERSION}"
         }}
         platform_name: "CUDA"
         dnn_version_info {{ major: 9 minor: 8 }}

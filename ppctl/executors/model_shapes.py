@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ppctl.executors.parameter_layout import gather_shards, sharded_over
+from ppctl.executors.parameter_layout import gather_shard, parameter_of, sharded_over
 from ppctl.executors.stage.layer_programs import add_embedding_grad, add_head_grads
 from ppctl.executors.stage.stage import Stage
-from ppctl.model.layer_inputs import LayerInputs, without_attached
+from ppctl.model.layer_inputs import PARAMS, LayerInputs, without_attached
 from ppctl.model.layer_reports import cast_layers, check_reports
 from ppctl.model.parallel import WHOLE, StageAxes
 from ppctl.model.stack import Stack, VocabularyParts, num_examples
@@ -130,9 +130,20 @@ class Model:
     def _stage(self, layer: Tree) -> Stage:
         inputs, gather = self.inputs, None
         if self.layer_specs is not None:
-            gather = partial(gather_shards, specs=inputs.extended(self.layer_specs, P(), P()))
+            gather = partial(self.gather_layers, specs=inputs.extended(self.layer_specs, P(), P()))
         how = gather, inputs.trainable(self.stack)["layers"], self.for_gpu
         return Stage(inputs.functions(self.stack.layer), self.remat, layer, self.x, *how)
+
+    def gather_layers(self, layers: Tree, specs: Tree) -> Tree:
+        """Gather extended layers over fsdp, inside shard_map. specs: their PartitionSpecs."""
+        rounded = self.stack.options.rounded_weights
+
+        def whole(path: tuple, leaf: jax.Array, spec: P) -> jax.Array:
+            return gather_shard(leaf, spec, in_8_bits="/".join(parameter_of(path)[1:]) in rounded)
+
+        trees = ({"layers": self.inputs.separate(tree)[0]} for tree in (layers, specs))
+        params = jax.tree_util.tree_map_with_path(whole, *trees)["layers"]
+        return layers | {PARAMS: params} if self.inputs else params
 
     @property
     def num_examples(self) -> int:

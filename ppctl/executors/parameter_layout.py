@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ppctl.model.fp8_products import gather_rounded
 from ppctl.model.parallel import StageAxes
 from ppctl.schedule.mesh_axes import STAGE_AXES
 from ppctl.schedule.partition.partition import Partition
@@ -311,11 +312,17 @@ def shapes_on_device(params: Tree, shards: Mapping[tuple[str, ...], Shard]) -> T
 def gather_shards(tree: Tree, specs: Tree) -> Tree:
     """Gather leaves over fsdp, or over (pp, fsdp) if both divide a dim; inside shard_map."""
 
-    def whole(leaf: jax.Array, spec: P) -> jax.Array:
-        dim, axes = _fsdp(spec)
-        return leaf if dim is None else jax.lax.all_gather(leaf, axes, axis=dim, tiled=True)
+    return jax.tree.map(gather_shard, tree, specs)
 
-    return jax.tree.map(whole, tree, specs)
+
+def gather_shard(leaf: jax.Array, spec: P, *, in_8_bits: bool = False) -> jax.Array:
+    """Return a leaf gathered as in `gather_shards`; in_8_bits: its matrices by `gather_rounded`."""
+    dim, axes = _fsdp(spec)
+    if dim is None:
+        return leaf
+    if in_8_bits:
+        return gather_rounded(leaf, axes, dim, sharded_over(spec[leaf.ndim - 2 :]))
+    return jax.lax.all_gather(leaf, axes, axis=dim, tiled=True)
 
 
 def gathered(leaf: jax.Array, spec: P) -> jax.Array:

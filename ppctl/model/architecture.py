@@ -62,6 +62,7 @@ class Architecture:
     logit_softcap: float | None = None
     windows: tuple[int | None, ...] | None = None  # tokens in each layer's window; None: no windows
     dropout: float = 0.0
+    linear_dtype: str | None = None  # a recipe of `fp8_products`; None: the dtype of compute
     moe: ExpertSizes | None = None
     lora: Lora | None = None
 
@@ -95,6 +96,13 @@ class Architecture:
         check_widths(axes.tp, self.num_heads, self.kv_heads, self.mlp_widths)
         experts = None if self.moe is None else self.moe.num_experts
         check_experts(experts, axes.ep, axes.tp, divides_rows=axes.divides_rows)
+        if self.linear_dtype is not None and self.kv_heads < axes.tp:
+            raise ConfigError(
+                f"{setting('model.linear_dtype', self.linear_dtype)} and "
+                f"{setting('mesh.tp', axes.tp)}: devices that share a key-value head would each "
+                f"round a summand of its gradient. Use {setting('mesh.tp', self.kv_heads)} at "
+                f"most ({setting('model.num_kv_heads')})."
+            )
         window = max((each for each in self.windows or () if each is not None), default=None)
         if axes.cp > 1 and window is not None:
             raise ConfigError(

@@ -42,11 +42,12 @@ from ppctl.model.experts.expert_layer import (
     used_layers,
     without_unused,
 )
+from ppctl.model.fp8_products import BY_MICROBATCH
 from ppctl.model.layer_reports import Updates
 from ppctl.model.lora import A, B, are_adapters, with_adapters
 from ppctl.model.parallel import WHOLE, StageAxes, gather, on_first, own_tokens, scatter
 from ppctl.model.stack import DividedStack, Layers, Stack, StackOptions, Tree, VocabularyParts
-from ppctl.model.transformer_blocks import Block, new_block, new_norm, normed
+from ppctl.model.transformer_blocks import FP8_WEIGHTS, Block, new_block, new_norm, normed
 from ppctl.model.transformer_dropout import BlockDropout
 
 EMBED_STD = 0.02
@@ -103,7 +104,8 @@ class _Transformer:
         parameters = self.sizes.num_layers, self.init_embed_head, self.init_layer
         options = StackOptions(
             outputs=self.outputs,
-            mixes_examples=False,
+            mixes_examples=self.sizes.linear_dtype == BY_MICROBATCH,
+            rounded_weights=self._rounded_weights,
             check_batch=self.check_batch,
             divided=self.divided,
             updates=self._updates,
@@ -120,6 +122,10 @@ class _Transformer:
     def _updates(self) -> Updates:
         moe = self.sizes.moe  # with adapters, all other parameters are frozen
         return {} if moe is None or self.sizes.lora is not None else counted_updates(moe)
+
+    @property
+    def _rounded_weights(self) -> frozenset[str]:
+        return frozenset() if self.sizes.linear_dtype is None else FP8_WEIGHTS
 
     def init_layer(self, key: jax.Array, l: jax.Array) -> Tree:
         layer = new_block(self.sizes, drawing(key, self.dtype))

@@ -18,11 +18,17 @@ from jax.nn import initializers
 from ppctl.model.architecture import ACTIVATIONS, GATED, Architecture, Draw
 from ppctl.model.attention.attention_kernels import Kernel
 from ppctl.model.experts.expert_layer import experts, new_experts
+from ppctl.model.fp8_products import product
 from ppctl.model.lora import A, adapted_part
 from ppctl.model.parallel import StageAxes, gather, scatter
 from ppctl.model.transformer_dropout import BlockDropout
 
 Params = dict[str, Any]
+ROW_MAPS = ("out", "down")  # linear maps whose inputs tp divides; of the others, the outputs
+FP8_MAPS = ("query", "key", "value", "up", "gate", *ROW_MAPS)  # maps that linear_dtype applies to
+FP8_WEIGHTS = frozenset(
+    f"{part}/{name}/kernel" for part in ("attention", "mlp", "shared") for name in FP8_MAPS
+)
 
 
 def _all(a: jax.Array) -> jax.Array:
@@ -195,6 +201,15 @@ class Block:
             shared = shared * jax.nn.sigmoid(self._linear(params, "shared_gate", x_MD, drop))
         return out + shared
 
+    def _product(self, name: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
+        """Return the matrix product of a linear map: in 8 bits if its sizes say so."""
+        recipe, tp = self.sizes.linear_dtype, ("tp",) if self.axes.tp > 1 else ()
+        if recipe is None or name not in FP8_MAPS:
+            return jnp.matmul
+        if name in ROW_MAPS:
+            return product(recipe, of_x=tp, of_w=tp)
+        return product(recipe, of_w=tp, of_y=tp)
+
     def _linear(
         self,
         block: Params,
@@ -205,7 +220,7 @@ class Block:
     ) -> jax.Array:
         """Return x W + b, plus an adapter's part if any. columns: selects columns of W and b."""
         params = block[name]
-        found = x_MD @ columns(params["kernel"])
+        found = self._product(name)(x_MD, columns(params["kernel"]))
         if "bias" in params:
             found = found + columns(params["bias"])
         if A in params:

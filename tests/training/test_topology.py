@@ -204,9 +204,7 @@ def test_a_stages_programs_run_cudnns_kernels_once_a_layer(schedule, backward, r
         plan=config.Plan(compile=True, topology="h100:1x2"),
     )
     engine = assemble(request).pipe.engine
-    tasks = engine.programs(
-        lambda entries: {entry for entry in entries if entry.task is not None}
-    ).programs
+    tasks = [each for each in engine.programs().programs if each.name.endswith((" 0", " 1"))]
     runs = {
         task.name: tuple(task.hlo.count(f'custom_call_target="{call}"') for call in CALLS)
         for task in tasks

@@ -163,7 +163,7 @@ def prepare_rank(
         ]
 
     of_layers = model.inputs.extended(specs["layers"], P(), P())
-    whole = lambda: stages(gather_shards(layers, of_layers))  # noqa: E731
+    whole = lambda: stages(model.gather_layers(layers, of_layers))  # noqa: E731
     # 2. the values by name, and the sums of their gradients
     found: dict[str, list] = {
         "w": whole() if model.layer_specs is None else stages(layers),

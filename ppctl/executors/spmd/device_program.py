@@ -67,7 +67,7 @@ class Device:
         layers = model.inputs.extended(specs["layers"], by_rank, by_rank)
         self.specs, is_whole = specs | {"layers": layers}, model.layer_specs is None
         self.chunks = self._chunks(
-            gather_shards(shards["layers"], layers) if is_whole else shards["layers"]
+            model.gather_layers(shards["layers"], layers) if is_whole else shards["layers"]
         )
 
     # parameters and data

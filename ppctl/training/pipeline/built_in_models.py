@@ -160,6 +160,7 @@ def architecture(
         logit_softcap=model.logit_softcap,
         windows=model.windows,
         dropout=model.dropout,
+        linear_dtype=model.linear_dtype,
         moe=expert_sizes(model),
         lora=lora,
     )
