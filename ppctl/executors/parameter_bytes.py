@@ -31,6 +31,8 @@ class ParamBytes:
     frozen_layer: int = 0  # bytes of a layer's frozen parameters
     frozen_embed_head: int = 0  # bytes of the frozen parameters of embedding and head
     own: tuple[tuple[tuple[str, ...], int, int], ...] = ()
+    # bytes that a gather of a layer saves, because some matrices are sent as 8-bit floats
+    saved_gather: int = 0
     update_flops: int = 0  # optimizer's FLOPs for an undivided layer; 0: elementwise
 
     def with_embed_head_over(self, ranks: int) -> Self:
@@ -45,6 +47,11 @@ class ParamBytes:
     @property
     def trained_embed_head(self) -> int:
         return self.embed_head - self.frozen_embed_head
+
+    @property
+    def gathered_layer(self) -> float:
+        """Return the bytes of a layer as it is gathered over fsdp."""
+        return self.layer * self.compute_ratio - self.saved_gather
 
     def held(
         self, whole: float, trained: float, fsdp: int, copies: float = 1.0
@@ -78,17 +85,21 @@ def param_bytes(
             size = tree_bytes(a)
             own[axes] = (of_layer + size, of_ends) if is_layer(path) else (of_layer, of_ends + size)
 
-    # 2. ratios over all parameters
+    # 2. ratios over all parameters, and the matrices that are gathered as 8-bit floats
     params = state["params"]
     all_trained = trained_part(params, model.stack.options.trainable)
     num_computed = sum(math.prod(a.shape) for a in jax.tree.leaves(params))
+    rounded, itemsize = model.stack.options.rounded_weights, jnp.dtype(model.dtype).itemsize
+    paths = jax.tree_util.tree_leaves_with_path({"layers": held["layers"]})
+    num_rounded = sum(a.size for path, a in paths if "/".join(parameter_of(path)[1:]) in rounded)
     return ParamBytes(
         layer=layer,
         embed_head=embed_head,
         moments=tree_bytes(state["optimizer"]) / tree_bytes(all_trained),
-        compute_ratio=num_computed * jnp.dtype(model.dtype).itemsize / tree_bytes(params),
+        compute_ratio=num_computed * itemsize / tree_bytes(params),
         frozen_layer=layer - tree_bytes(trained["layers"]),
         frozen_embed_head=embed_head - tree_bytes(trained["embed_head"]),
         own=tuple((axes, *sizes) for axes, sizes in own.items()),
+        saved_gather=num_rounded * (itemsize - 1),
         update_flops=update_flops,
     )

@@ -21,6 +21,7 @@ REACHED = (
     "bytes",  # share of memory_bytes_per_s in element-wise operations; default 1
     "attention_forward",  # share of peak_flops, all pairs of tokens counted; default: as flops
     "attention_backward",  # share of peak_flops, likewise
+    "fp8",  # share of fp8_flops in large matrix products; default: as flops
     "experts",  # share of peak_flops in grouped products of experts; default: as flops
 )
 
@@ -80,6 +81,8 @@ class Hardware(Settings):
     # properties of NVIDIA GPUs, for their compiler and for tiles of matrix products;
     # example: conf/hardware/h100
     cuda: Any = None
+    # dense FLOP/s in products of 8-bit floats; None: as fast as those of the dtype of compute
+    fp8_flops: Positive | None = None
     power_w: Positive | None = None  # maximum watts of one device, by its maker; None: unknown
 
     KEY = "hardware"

@@ -5,7 +5,8 @@ element-wise operations into their readers, so other operations count only their
 and reductions also count their reads. A result is written if a matrix product reads it, if the
 program returns it, or if a scatter makes it. A written result counts twice: its write, and the read
 of an input of equal size. Reductions of the same values at the same `Program.depth` share one read.
-Views, such as reshapes and transposes, have no traffic.
+Views, such as reshapes and transposes, have no traffic. An element-wise operation or reduction that
+occurs twice, such as the rounding of an activation for several matrices, counts once.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from ppctl.executors.stage.jaxpr_tools import (
     demand,
     extents,
     flatten,
+    has_effects,
     is_literal,
     is_scan,
 )
@@ -84,7 +86,8 @@ class Program:
     def __init__(
         self, eqns: Sequence[core.JaxprEqn], results: Sequence[Any], kept: Sequence[str] = ()
     ):
-        self.eqns, self.kept = eqns, kept  # kept: primitives whose results stay in memory
+        self.kept = kept  # primitives whose results stay in memory
+        self.eqns, self.same = _without_repeats(eqns)
         self.maker = {id(v): eqn for eqn in self.eqns for v in eqn.outvars}
         self.returned = {id(self.root(v)) for v in results if not is_literal(v)}
         written, self.readers = list[Any](), dict[int, list[core.JaxprEqn]]()
@@ -97,6 +100,7 @@ class Program:
 
     def root(self, v: Any) -> Any:
         """Return the value that v is a view of; v itself if it is not a view."""
+        v = v if is_literal(v) else self.same.get(v, v)
         eqn = None if is_literal(v) else self.maker.get(id(v))
         while eqn is not None and eqn.primitive.name in VIEWS:
             v = eqn.invars[eqn.outvars.index(v)]
@@ -244,6 +248,28 @@ class Program:
         return False
 
 
+def _without_repeats(
+    eqns: Sequence[core.JaxprEqn],
+) -> tuple[list[core.JaxprEqn], dict[Any, Any]]:
+    """Return (equations without repeats, {a repeated result: the first equal result}).
+
+    Compilers compute equal results once. Loops, products and collectives are not compared.
+    """
+    kept, same, first = list[core.JaxprEqn](), dict[Any, Any](), dict[Any, core.JaxprEqn]()
+    for given in eqns:
+        reads = [v if is_literal(v) else same.get(v, v) for v in given.invars]
+        eqn = given.replace(invars=reads) if same else given
+        name = eqn.primitive.name
+        if not (_is_product(eqn) or is_scan(eqn) or name in COLLECTIVES or has_effects(eqn)):
+            operands = (repr(v) if is_literal(v) else v for v in reads)
+            before = first.setdefault((name, repr(eqn.params), *operands), eqn)
+            if before is not eqn:
+                same |= dict(zip(eqn.outvars, before.outvars, strict=True))
+                continue
+        kept.append(eqn)
+    return kept, same
+
+
 def _times(length: int, op: Op) -> Op:
     """Return the operation with its FLOPs, bytes and sends over `length` iterations of a scan."""
     sizes = {name: length * getattr(op, name) for name in ("flops", "bytes", "sum_bytes")}
@@ -285,7 +311,9 @@ def _kernel(eqn: core.JaxprEqn) -> Kernel:
     name = str(eqn.params["name"]) if eqn.primitive.name == PALLAS else ""
     if name.startswith(SPLASH):
         return "attention_forward" if "_fwd" in name else "attention_backward"
-    return "product"
+    operand: Any = eqn.invars[0]
+    is_fp8 = eqn.primitive.name == "dot_general" and operand.aval.dtype.itemsize == 1
+    return "fp8" if is_fp8 else "product"
 
 
 def _product_shape(eqn: core.JaxprEqn) -> ProductShape | None:

@@ -15,7 +15,7 @@ from typing import Literal
 TILE = (128, 256)  # rows and columns, or the reverse, of the tile that a core makes, as in cuBLAS
 LEAST_DEPTH = 128  # minimum depth of a core's share if several cores make one tile
 
-Kernel = Literal["product", "experts", "attention_forward", "attention_backward"]
+Kernel = Literal["product", "fp8", "experts", "attention_forward", "attention_backward"]
 # gather: all-gather or reduce-scatter; sum: all-reduce; exchange: all-to-all; hop: to a neighbour
 Collective = Literal["gather", "sum", "exchange", "hop"]
 
@@ -105,6 +105,7 @@ class Speed:
     attention_forward: float | None = None  # FLOP/s of attention kernels; None: as products
     attention_backward: float | None = None
     experts: float | None = None  # FLOP/s of grouped products; None: as products
+    fp8: float | None = None  # FLOP/s of products of 8-bit floats; None: as products
     cores: int | None = None  # cores that share a product's tiles; None: equal speed at any size
     adds: bool = False  # whether products add their results to sums, as cuBLAS's do
 
@@ -132,7 +133,8 @@ class Speed:
             return self.attention_forward or self.flops_per_s
         if op.kernel == "attention_backward":
             return self.attention_backward or self.flops_per_s
-        most = self.flops_per_s if op.kernel == "product" else self.experts or self.flops_per_s
+        of_kernel = {"product": None, "fp8": self.fp8, "experts": self.experts}
+        most = of_kernel[op.kernel] or self.flops_per_s
         if op.shape is None or self.cores is None:
             return most
         return most * op.shape.efficiency(examples, self.cores)

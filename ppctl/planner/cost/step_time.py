@@ -76,7 +76,7 @@ def op_times(step: Step) -> OpTimes:
     ranks, x_bytes = step.ring(("pp",)), examples * step.work.x_bytes
     (link, size), gathers = step.ring(("fsdp",)), None
     if step.gather == "layer" and size > 1:
-        layer_s = link.gather_s(step.params.layer * step.params.compute_ratio, size)
+        layer_s = link.gather_s(step.params.gathered_layer, size)
         is_scanned = step.layout.rank_layers > step.unroll
         gathers = LayerGathers(layer_s, machine.gathers_ahead, once_more=is_scanned)
     times = OpTimes(
@@ -120,13 +120,15 @@ def exchange_s(step: Step) -> float:
 
     def moved_s(axes: tuple[str, ...], there: float | None, back: float) -> float:
         link, size = step.ring(axes)
-        there_s = 0.0 if there is None else link.gather_s(there * params.compute_ratio, size)
+        there_s = 0.0 if there is None else link.gather_s(there, size)
         return there_s + (link.gather_s(back, size) if back else 0.0)
 
-    gathered = layers if step.gather == "step" else None
+    gathered = layout.rank_layers * params.gathered_layer if step.gather == "step" else None
     trained = layout.rank_layers * params.trained_layer
     seconds = moved_s(("fsdp",), gathered, trained)
-    seconds += moved_s(layout.embed_head_axes, embed_head, params.trained_embed_head)
+    seconds += moved_s(
+        layout.embed_head_axes, embed_head * params.compute_ratio, params.trained_embed_head
+    )
 
     # 2. sums over replicas, and casts
     sum_s = sum(ring.link.sum_s(each, ring.size) for ring, each in step.summed_bytes)

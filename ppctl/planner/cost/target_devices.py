@@ -165,9 +165,11 @@ class Target:
 def speed_of(hardware: Hardware, peak_flops_per_s: float) -> Speed:
     """Return the speed of a device, given its peak in the compute dtype."""
     reached, kernels = hardware.reached, ("attention_forward", "attention_backward", "experts")
+    of_fp8 = reached.get("fp8", reached["flops"])
     return Speed(
         peak_flops_per_s * reached["flops"],
         hardware.memory_bytes_per_s * reached.get("bytes", 1.0),
         *(peak_flops_per_s * reached[name] if name in reached else None for name in kernels),
+        fp8=None if hardware.fp8_flops is None else hardware.fp8_flops * of_fp8,
         cores=None if hardware.gpu is None else hardware.gpu.cores,
     )

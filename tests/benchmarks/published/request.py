@@ -53,6 +53,14 @@ class Request:
     assumed: tuple[str, ...]
 
     @property
+    def linear_dtype(self) -> str | None:
+        """The products in 8 bits: all three of a linear map, unless its recipe says otherwise."""
+        precision = self.row.precision.lower()
+        if not re.search("fp8|float8", precision):
+            return None
+        return "fp8" if "gw_hp" in precision else "fp8_by_microbatch"
+
+    @property
     def replicas(self) -> int:
         return self.dp * self.ep * self.row.cp
 
@@ -88,10 +96,10 @@ def requests_of(row: Row) -> list[Request]:
     if row.ep > 1 and row.model.experts is None:
         raise ConfigError(f"ep={row.ep} divides experts, and the model has no expert")
     precision = row.precision.lower()
-    if not re.search("bf16|fp16|float16|half", precision) or re.search(
-        "fp4|fp8|float8|int8", precision
+    if not re.search("bf16|fp16|float16|half|fp8|float8", precision) or re.search(
+        "fp4|int8", precision
     ):
-        raise ConfigError(f"{row.precision}: only bfloat16 and float16 are predicted")
+        raise ConfigError(f"{row.precision}: only bfloat16, float16 and fp8 are predicted")
     model, assumed = row.model, list[str]()
     if model.head_dim is None and model.hidden % model.heads:
         raise ConfigError(f"hidden={model.hidden} is not a multiple of heads={model.heads}")

@@ -87,7 +87,15 @@ class DeviceWork:
 
 @lru_cache(256)
 def device_work(
-    model: Model, seq: int, ep: int, tp: int, cp: int, rows: bool, flash: bool, gpu: str
+    model: Model,
+    seq: int,
+    ep: int,
+    tp: int,
+    cp: int,
+    rows: bool,
+    flash: bool,
+    gpu: str,
+    linear_dtype: str | None,
 ) -> DeviceWork:
     """Return what one device of a stage computes for an example: traced, nothing runs. ConfigError
     where it cannot.
@@ -104,6 +112,7 @@ def device_work(
         tied=model.tied,
         attention="cudnn" if flash else "xla",
         head_dim=model.head_dim,
+        linear_dtype=linear_dtype,
         moe=_experts(model),
     )
     transformer.check()
@@ -152,6 +161,7 @@ def work_of_request(request: Request) -> DeviceWork:
         system.sequence_parallel,
         system.flash,
         request.hardware.name,
+        request.linear_dtype,
     )
 
 
@@ -186,6 +196,7 @@ def machine_of(request: Request, constants: Constants) -> Machine:
     speed = replace(
         speed,
         flops_per_s=speed.flops_per_s * share,
+        fp8=speed.fp8 and speed.fp8 * share,
         bytes_per_s=hardware.memory_bytes_per_s * MEMORY_SHARE,
         attention_forward=speed.attention_forward and peak * share * forward,
         attention_backward=speed.attention_backward and peak * share * backward,
@@ -210,7 +221,7 @@ def op_times_of(request: Request, constants: Constants) -> OpTimes:
     at the same time.
     """
     system, machine, layout = request.system, machine_of(request, constants), layout_of(request)
-    found = _run_by(system, work_of_request(request))
+    found = _run_by(system, work_of_request(request), is_fp8=request.linear_dtype is not None)
     shown = 1 - system.hides_tp
     sends = replace(
         machine, link=Link(machine.link.latency_s * shown, machine.link.bytes_per_s / shown)
@@ -284,12 +295,14 @@ def _beside_s(computing_s: float, sending_s: float) -> float:
     return max(computing_s + TAKEN * min(computing_s, sending_s), sending_s)
 
 
-def _run_by(system: System, found: DeviceWork) -> DeviceWork:
+def _run_by(system: System, found: DeviceWork, *, is_fp8: bool) -> DeviceWork:
     """Return the work with the element-wise traffic of a trainer."""
 
     def run(op: Op) -> Op:
         if op.flops or op.axes:
             return op
+        if is_fp8:  # Transformer Engine: weights in 8 bits are kept for all microbatches of a step,
+            op = replace(op, fixed_bytes=0.0)  # and products add their results to sums
         return replace(
             op,
             bytes=op.bytes * system.element_wise,
