@@ -139,7 +139,7 @@ class Model:
         rounded = self.stack.options.rounded_weights
 
         def whole(path: tuple, leaf: jax.Array, spec: P) -> jax.Array:
-            return gather_shard(leaf, spec, in_8_bits="/".join(parameter_of(path)[1:]) in rounded)
+            return gather_shard(leaf, spec, rounded.get("/".join(parameter_of(path)[1:])))
 
         trees = ({"layers": self.inputs.separate(tree)[0]} for tree in (layers, specs))
         params = jax.tree_util.tree_map_with_path(whole, *trees)["layers"]

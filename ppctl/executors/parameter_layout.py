@@ -315,13 +315,14 @@ def gather_shards(tree: Tree, specs: Tree) -> Tree:
     return jax.tree.map(gather_shard, tree, specs)
 
 
-def gather_shard(leaf: jax.Array, spec: P, *, in_8_bits: bool = False) -> jax.Array:
-    """Return a leaf gathered as in `gather_shards`; in_8_bits: its matrices by `gather_rounded`."""
+def gather_shard(leaf: jax.Array, spec: P, summed_dim: int | None = None) -> jax.Array:
+    """Return a leaf gathered as in `gather_shards`; summed_dim: matrices, by `gather_rounded`."""
     dim, axes = _fsdp(spec)
     if dim is None:
         return leaf
-    if in_8_bits:
-        return gather_rounded(leaf, axes, dim, sharded_over(spec[leaf.ndim - 2 :]))
+    if summed_dim is not None:
+        names = spec[leaf.ndim + summed_dim : leaf.ndim + summed_dim + 1]
+        return gather_rounded(leaf, axes, dim, summed_dim, sharded_over(names))
     return jax.lax.all_gather(leaf, axes, axis=dim, tiled=True)
 
 

@@ -1,17 +1,19 @@
 """Matrix products of values rounded to 8-bit floats, the dtype of `model.linear_dtype`.
 
-Each value is divided by a scale, a power of 2, and rounded; the product is multiplied by the
-scales. The products of the 8-bit values are summed in the dtype of compute.
+Values are divided by scales, powers of 2, and rounded. The results of the products are multiplied
+by the scales.
 
-recipe            | scale of x and of its gradient    | products in 8 bits         | format
-fp8               | of each row: a token's            | x w, and the gradient of x | e4m3
-fp8_by_microbatch | of all rows: a microbatch's, on a | all three                  | e4m3, gradients
-                  | device                            |                            | of x w in e5m2
+recipe            | scale of x and of the gradient of y | products in 8 bits         | format
+fp8               | of each row, a token's              | x w, and the gradient of x | e4m3
+fp8_by_microbatch | of all rows, a microbatch's on a    | all three                  | e4m3, the gradient
+                  | device                              |                            | of y in e5m2
 
-A matrix w has one scale. Scales of rows are the same in every microbatch and on every mesh, so fp8
-trains the same function on every layout. Scales along tp are those of the whole rows and matrices.
-Sources: Micikevicius et al. 2022 (formats); torchao's recipe rowwise_with_gw_hp (the gradient of w
-in the dtype of compute).
+A matrix has a scale for each output, or, where tp divides its inputs, for each input: so a device
+has the scales of its shard without communication. Its 8-bit values serve both products: scales along
+the contracted dim multiply the other operand before that is rounded. All these scales are the same
+in every microbatch and on every mesh, so fp8 trains the same function on every layout. Sources:
+Micikevicius et al. 2022 (formats); torchao's recipe rowwise_with_gw_hp (the gradient of w in the
+dtype of compute).
 
 Shape suffixes: M rows, K inputs, N outputs.
 """
@@ -23,6 +25,7 @@ from math import log2
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 BY_MICROBATCH = "fp8_by_microbatch"
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -35,18 +38,20 @@ Axes = tuple[str, ...]  # mesh axes that divide the values of a scale
 def scale_of(a: jax.Array, dims: tuple[int, ...], axes: Axes = (), dtype: jnp.dtype = E4M3) -> jax.Array:
     """Return the scales of `a` for `dtype`, float32 powers of 2, with `dims` of size 1.
 
-    The largest absolute value along `dims` and `axes`, divided by its scale, lies in the largest
-    binade of `dtype`. Values rounded with these scales have the same scales, or scales that keep
-    them exactly.
+    They are the smallest with which the largest absolute value along `dims` and `axes`, rounded to
+    the mantissa of `dtype`, is not above the largest number of `dtype`. So values rounded with
+    these scales have the same scales.
 
-    >>> scale_of(jnp.array([[3.0, 448.0], [0.5, -0.875]]), (1,)).ravel()
-    Array([1.       , 0.0019531], dtype=float32)
+    >>> scale_of(jnp.array([[3.0, 448.0], [0.5, -0.875]]), (1,)).ravel().tolist()
+    [1.0, 0.001953125]
     """
+    facts = jnp.finfo(dtype)
     most = jnp.max(jnp.abs(a), axis=dims, keepdims=True).astype(jnp.float32)
     most = jnp.maximum(lax.pmax(most, axes) if axes else most, LEAST)
+    most = lax.reduce_precision(most, exponent_bits=8, mantissa_bits=facts.nmant)
     bits = lax.bitcast_convert_type(most, jnp.int32)
     binade = lax.bitcast_convert_type(bits & _EXPONENT, jnp.float32)
-    largest = float(jnp.finfo(dtype).max)
+    largest = float(facts.max)
     top = 2.0 ** int(log2(largest))
     return jnp.where(most <= binade * (largest / top), binade, 2 * binade) / top
 
@@ -56,43 +61,56 @@ def rounded(a: jax.Array, scale: jax.Array, dtype: jnp.dtype = E4M3) -> jax.Arra
     return (a.astype(_wide(a.dtype)) * (1 / scale)).astype(dtype)
 
 
-def gather_rounded(w: jax.Array, axes: Axes, dim: int, matrix_axes: Axes) -> jax.Array:
+def gather_rounded(
+    w: jax.Array, axes: Axes, dim: int, summed_dim: int, summed_axes: Axes
+) -> jax.Array:
     """Return matrices [..., K, N] gathered along `dim` over `axes` as 8-bit values.
 
-    The result, in the dtype of w, has the values that `product` multiplies. matrix_axes: all axes
-    that divide a matrix.
+    The result, in the dtype of w, has the values that `product` multiplies. summed_dim: -2 for
+    scales of outputs, -1 for those of inputs. summed_axes: mesh axes that divide this dim.
     """
-    scale = scale_of(w, (-2, -1), matrix_axes)
-    whole = lax.all_gather(rounded(w, scale), axes, axis=dim, tiled=True)
+    scale = scale_of(w, (summed_dim,), summed_axes)
+    gather = partial(lax.all_gather, axis_name=axes, axis=dim, tiled=True)
+    whole, dim = gather(rounded(w, scale)), dim % w.ndim
+    scale = gather(scale) if dim != summed_dim % w.ndim else scale
     return (whole.astype(_wide(w.dtype)) * scale).astype(w.dtype)
 
 
 @cache
-def product(
-    recipe: str, *, of_x: Axes = (), of_w: Axes = (), of_y: Axes = ()
-) -> Callable[[jax.Array, jax.Array], jax.Array]:
+def product(recipe: str, tp_divides: str, tp: Axes = ()) -> Callable[..., jax.Array]:
     """Return the differentiable product (x [M, K], w [K, N]) -> y [M, N] of a recipe.
 
-    of_x, of_w, of_y: mesh axes that divide the columns of x, the matrix, the columns of y.
+    tp_divides: "outputs" | "inputs": the dim of w that tp divides, if it does. tp: ("tp",) if it
+    does, else ().
     """
-    is_whole = recipe == BY_MICROBATCH
+    is_whole, by_output = recipe == BY_MICROBATCH, tp_divides == "outputs"
     dims, of_gradient = ((0, 1), E5M2) if is_whole else ((1,), E4M3)
-    with_scale_of = {
-        "x": partial(_with_scale, dims=dims, axes=of_x),
-        "w": partial(_with_scale, dims=(0, 1), axes=of_w),
-        "g": partial(_with_scale, dims=dims, axes=of_y, dtype=of_gradient),
-    }
+    scaled_x = partial(_scaled, dims=dims, axes=() if by_output else tp)
+    scaled_g = partial(_scaled, dims=dims, axes=tp if by_output else (), dtype=of_gradient)
+
+    def scaled_w(w_KN: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return (8-bit values, scales as a row: [1, N] of outputs or [1, K] of inputs)."""
+        values, scale = _scaled(w_KN, (0,) if by_output else (1,), ())
+        return values, scale if by_output else scale.T
 
     def forward(x_MK: jax.Array, w_KN: jax.Array) -> jax.Array:
-        return _product(with_scale_of["x"](x_MK), with_scale_of["w"](w_KN), (1, 0), x_MK.dtype)
+        w, of_w = scaled_w(w_KN)
+        x, of_x = scaled_x(x_MK) if by_output else scaled_x(x_MK, times=of_w)
+        # kept by remat=none with the product, so that no backward gathers x for its scales again
+        of_x = checkpoint_name(of_x, "saved")
+        y = _dot(x, w, (1, 0), x_MK.dtype, of_x)
+        return _times(y, of_w) if by_output else y
 
     def pull(saved: tuple[jax.Array, jax.Array], g_MN: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x, w = saved
-        g = with_scale_of["g"](g_MN)
-        dx = _product(g, with_scale_of["w"](w), (1, 1), x.dtype)
-        if is_whole:
-            return dx, _product(with_scale_of["x"](x), g, (0, 0), w.dtype)
-        return dx, lax.dot_general(x, g_MN, (((0,), (0,)), ((), ())))
+        x_MK, w_KN = saved
+        w, of_w = scaled_w(w_KN)
+        g, of_g = scaled_g(g_MN, times=of_w) if by_output else scaled_g(g_MN)
+        dx = _dot(g, w, (1, 1), x_MK.dtype, of_g)
+        dx = dx if by_output else _times(dx, of_w)
+        if not is_whole:
+            return dx, lax.dot_general(x_MK, g_MN, (((0,), (0,)), ((), ())))
+        (x, of_x), (g, of_g) = scaled_x(x_MK), scaled_g(g_MN)
+        return dx, _dot(x, g, (0, 0), w_KN.dtype, of_x * of_g)
 
     multiply = jax.custom_vjp(forward)
     # not `multiply(x, w)`: remat=none keeps results of products, and would not see those inside
@@ -100,27 +118,32 @@ def product(
     return multiply
 
 
-def _with_scale(
-    a: jax.Array, dims: tuple[int, ...], axes: Axes, dtype: jnp.dtype = E4M3
+def _scaled(
+    a: jax.Array,
+    dims: tuple[int, ...],
+    axes: Axes,
+    dtype: jnp.dtype = E4M3,
+    times: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (8-bit values, their scales)."""
+    """Return (8-bit values of a, or of a * times, and their scales)."""
+    a = a if times is None else a.astype(_wide(a.dtype)) * times
     scale = scale_of(a, dims, axes, dtype)
     return rounded(a, scale, dtype), scale
 
 
-def _product(
-    a: tuple[jax.Array, jax.Array],
-    b: tuple[jax.Array, jax.Array],
-    contracted: tuple[int, int],
-    dtype: jnp.dtype,
+def _dot(
+    a: jax.Array, b: jax.Array, contracted: tuple[int, int], dtype: jnp.dtype, scale: jax.Array
 ) -> jax.Array:
-    """Return the product of two 8-bit matrices with their scales; contracted: a dim of each.
+    """Return scale times the product of two 8-bit matrices; contracted: a dim of each.
 
     Scales are powers of 2, so rounding the sums to `dtype` before they are applied is exact.
     """
     dims = ((contracted[:1], contracted[1:]), ((), ()))
-    found = lax.dot_general(a[0], b[0], dims, preferred_element_type=dtype)
-    return (found.astype(_wide(dtype)) * a[1] * b[1]).astype(dtype)
+    return _times(lax.dot_general(a, b, dims, preferred_element_type=dtype), scale)
+
+
+def _times(a: jax.Array, scale: jax.Array) -> jax.Array:
+    return (a.astype(_wide(a.dtype)) * scale).astype(a.dtype)
 
 
 def _wide(dtype: jnp.dtype) -> jnp.dtype:

@@ -88,8 +88,8 @@ class StackOptions:
             False: it does not. None: unknown; a run tests it on a few examples, and refuses a model
             that mixes them, since microbatches would change its loss.
         rounded_weights: The matrices of a layer that it reads only through
-            `ppctl.model.fp8_products`, by their path joined by "/". They are gathered over fsdp as
-            8-bit values.
+            `ppctl.model.fp8_products`, by their path joined by "/": the dim over which a scale is
+            computed. They are gathered over fsdp as 8-bit values.
         check_batch: (inputs, targets) -> None. Raises ConfigError for unsupported values, such as
             ids out of range. It checks the values of NumPy arrays, and only the dtypes of other
             arrays and shapes. targets: None in predictions.
@@ -110,7 +110,7 @@ class StackOptions:
     updates: Updates = field(default_factory=dict)
     used_layers: Mapping[str, int] = field(default_factory=dict)
     mixes_examples: bool | None = None  # None: unknown
-    rounded_weights: frozenset[str] = frozenset()
+    rounded_weights: Mapping[str, int] = field(default_factory=dict)
     check_batch: Callable[[Any, Any], None] | None = None
     divided: Callable[[StageAxes], DividedStack] | None = None
     sharding: Tree = None

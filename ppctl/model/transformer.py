@@ -124,8 +124,8 @@ class _Transformer:
         return {} if moe is None or self.sizes.lora is not None else counted_updates(moe)
 
     @property
-    def _rounded_weights(self) -> frozenset[str]:
-        return frozenset() if self.sizes.linear_dtype is None else FP8_WEIGHTS
+    def _rounded_weights(self) -> dict[str, int]:
+        return {} if self.sizes.linear_dtype is None else FP8_WEIGHTS
 
     def init_layer(self, key: jax.Array, l: jax.Array) -> Tree:
         layer = new_block(self.sizes, drawing(key, self.dtype))

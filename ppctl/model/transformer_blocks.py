@@ -26,9 +26,12 @@ from ppctl.model.transformer_dropout import BlockDropout
 Params = dict[str, Any]
 ROW_MAPS = ("out", "down")  # linear maps whose inputs tp divides; of the others, the outputs
 FP8_MAPS = ("query", "key", "value", "up", "gate", *ROW_MAPS)  # maps that linear_dtype applies to
-FP8_WEIGHTS = frozenset(
-    f"{part}/{name}/kernel" for part in ("attention", "mlp", "shared") for name in FP8_MAPS
-)
+# their matrices in a layer, and the dim that a scale of `fp8_products` sums up
+FP8_WEIGHTS = {
+    f"{part}/{name}/kernel": -1 if name in ROW_MAPS else -2
+    for part in ("attention", "mlp", "shared")
+    for name in FP8_MAPS
+}
 
 
 def _all(a: jax.Array) -> jax.Array:
@@ -206,9 +209,7 @@ class Block:
         recipe, tp = self.sizes.linear_dtype, ("tp",) if self.axes.tp > 1 else ()
         if recipe is None or name not in FP8_MAPS:
             return jnp.matmul
-        if name in ROW_MAPS:
-            return product(recipe, of_x=tp, of_w=tp)
-        return product(recipe, of_w=tp, of_y=tp)
+        return product(recipe, "inputs" if name in ROW_MAPS else "outputs", tp)
 
     def _linear(
         self,

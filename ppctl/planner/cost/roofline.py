@@ -2,14 +2,15 @@
 
 An operation takes as long as its arithmetic or its memory traffic, whichever is longer (Williams,
 Waterman, Patterson 2009, CACM 52). Collectives run round a ring (Thakur, Rabenseifner, Gropp 2005,
-IJHPCA 19). Standard library only.
+IJHPCA 19), sums of small arrays up and down a tree (NVIDIA, "Massively Scale Your Deep Learning
+Training with NCCL 2.4", 2019). Standard library only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, log2
 from typing import Literal
 
 TILE = (128, 256)  # rows and columns, or the reverse, of the tile that a core makes, as in cuBLAS
@@ -170,8 +171,14 @@ class Link:
         return self.hop_s(num_bytes * (size - 1) / size) if size > 1 else 0.0
 
     def sum_s(self, num_bytes: float, size: int) -> float:
-        """Return the seconds of an all-reduce: a reduce-scatter, then an all-gather."""
-        return 2 * self.gather_s(num_bytes, size)
+        """Return the seconds of an all-reduce: round a ring, or for small arrays up and down a tree.
+
+        >>> Link(1.0, 10.0).sum_s(80.0, 8), Link(1.0, 10.0).sum_s(0.0, 8)
+        (28.0, 6.0)
+        """
+        if size == 1:
+            return 0.0
+        return min(2 * self.gather_s(num_bytes, size), 2 * ceil(log2(size)) * self.hop_s(num_bytes))
 
 
 @dataclass(frozen=True)

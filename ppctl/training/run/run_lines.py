@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ppctl.config import Transformer
 from ppctl.executors.compiler_options import text_of
@@ -13,6 +14,7 @@ from ppctl.schedule.search.placement_costs import peak_activations
 from ppctl.schedule.simulator import simulate
 from ppctl.training.pipeline.built_in_models import attention_kernels
 from ppctl.training.pipeline.job import TrainingJob, partition_text
+from ppctl.training.pipeline.known_hardware import of_device
 
 LOCKSTEP_NOTICE = 1.05  # ratio of lockstep to free-running makespan; above it, a note is printed
 
@@ -25,10 +27,11 @@ def describe(job: TrainingJob, start: int) -> Iterator[str]:
     kernels: tuple[str, ...] = ("xla",)
     if isinstance(model, Transformer):
         kernels = attention_kernels(model, config.mesh.cp, pipe.dtype, device, job.data)
+    linear = linear_text(model, device) if isinstance(model, Transformer) else ""
     attention = "" if kernels == ("xla",) else f", attention by {' and '.join(kernels)}"
     trained = "" if pipe.num_trained == pipe.num_parameters else f" ({pipe.num_trained:,} trained)"
     size = f"{pipe.stack.num_layers} layers, {pipe.num_parameters:,} parameters{trained}"
-    yield f"model     {model.name}, {size}, {pipe.dtype} compute{attention}"
+    yield f"model     {model.name}, {size}, {pipe.dtype} compute{linear}{attention}"
     yield f"data      {job.data.source}"
     over = hosts_text(pipe.mesh)
     hosts = "" if over is None else f", {over}"
@@ -38,6 +41,16 @@ def describe(job: TrainingJob, start: int) -> Iterator[str]:
     # 3. the run directory
     where = f"resuming after step {start}" if start else "from the start"
     yield f"run       {config.run.dir}, {where}"
+
+
+def linear_text(model: Transformer, device: Any) -> str:
+    """Return the line's part on products of linear maps in 8 bits; "" without them."""
+    if model.linear_dtype is None:
+        return ""
+    hardware, kind = of_device(device.device_kind), device.device_kind
+    lacks = device.platform == "cpu" or (hardware is not None and hardware.fp8_flops is None)
+    emulated = f" (emulated: {kind} has no 8-bit products)" if lacks else ""
+    return f", linear maps in {model.linear_dtype}{emulated}"
 
 
 def _schedule_lines(job: TrainingJob) -> Iterator[str]:
