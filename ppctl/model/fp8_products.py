@@ -57,8 +57,13 @@ def scale_of(a: jax.Array, dims: tuple[int, ...], axes: Axes = (), dtype: jnp.dt
 
 
 def rounded(a: jax.Array, scale: jax.Array, dtype: jnp.dtype = E4M3) -> jax.Array:
-    """Return a / scale in an 8-bit dtype."""
-    return (a.astype(_wide(a.dtype)) * (1 / scale)).astype(dtype)
+    """Return a / scale in an 8-bit dtype.
+
+    XLA may leave out a rounding of `a` to bfloat16 here that it kept for the scale. Values just
+    above the largest number would then become NaN, so they are clipped.
+    """
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(a.astype(_wide(a.dtype)) * (1 / scale), -largest, largest).astype(dtype)
 
 
 def gather_rounded(

@@ -204,7 +204,7 @@ def test_a_stages_programs_run_cudnns_kernels_once_a_layer(schedule, backward, r
         plan=config.Plan(compile=True, topology="h100:1x2"),
     )
     engine = assemble(request).pipe.engine
-    tasks = [each for each in engine.programs().programs if each.name.endswith((" 0", " 1"))]
+    tasks = [each for each in engine.programs().programs if re.match(r"fwd|bwd", each.name)]
     runs = {
         task.name: tuple(task.hlo.count(f'custom_call_target="{call}"') for call in CALLS)
         for task in tasks
@@ -215,6 +215,53 @@ def test_a_stages_programs_run_cudnns_kernels_once_a_layer(schedule, backward, r
         for stage in range(2)
         for kind in ["fwd", *backward]
     }
+
+
+@needs_cuda_plugin
+@pytest.mark.parametrize("linear_dtype", ["fp8", "fp8_by_microbatch"])
+@pytest.mark.parametrize(
+    ("executor", "schedule", "mesh"),
+    [
+        (config.Mpmd(remat="none"), "zb_h1", config.Mesh(1, 2, 1)),
+        (config.Mpmd(remat="layer"), "1f1b", config.Mesh(1, 2, 1)),
+        (config.Spmd(remat="none", gather="layer"), "zb_h1", config.Mesh(1, 2, 2)),
+    ],
+    ids=["split", "whole", "ticks"],
+)
+def test_linear_maps_are_products_in_8_bits(linear_dtype, executor, schedule, mesh):
+    request = replace(
+        REQUEST,
+        model=config.Transformer(
+            num_layers=4, d_model=256, num_heads=2, mlp_width=512, seq_len=128, attention="cudnn"
+        ),
+        mesh=mesh,
+        schedule=config.Schedule(schedule, 4),
+        executor=executor,
+        data=config.Synthetic(vocab_size=64, batch_size=8),
+        run=config.Run(dtype="bfloat16"),
+        plan=config.Plan(compile=True, topology=f"h100:1x{mesh.num_devices}"),
+    )
+    call = 'custom_call_target="__cublas$lt$matmul'
+
+    def products(linear_dtype):
+        model = replace(request.model, linear_dtype=linear_dtype)
+        programs = assemble(replace(request, model=model)).pipe.programs().programs
+        tasks = [each for each in programs if re.match(r"fwd|bwd|step", each.name)]
+        return {each.name: (each.hlo.count(f'{call}"'), each.hlo) for each in tasks}
+
+    plain, ours = products(None), products(linear_dtype)
+    for name, (number, text) in ours.items():
+        in_8_bits, of_all = text.count(f'{call}$f8"'), plain[name][0]
+        assert in_8_bits + number == of_all, name  # nothing is computed twice for its scales
+        if name == "step":  # embedding and head stay, and the gradients of matrices with fp8
+            layer = of_all - 3
+            assert in_8_bits == (layer if linear_dtype == "fp8_by_microbatch" else layer - 8)
+            assert re.search(r"f8e4m3fn\[[\d,]+\]\S* all-gather", text)
+        elif "bwd_w" in name:
+            assert in_8_bits == (of_all if linear_dtype == "fp8_by_microbatch" else 0), name
+        elif "bwd_i" in name or "fwd" in name:
+            head = 0 if name.endswith("0") or "fwd" not in name else 3
+            assert (in_8_bits, number) == (of_all - head, head), name
 
 
 @needs_cuda_plugin
