@@ -3,15 +3,17 @@
 Values are divided by scales, powers of 2, and rounded. The results of the products are multiplied
 by the scales.
 
-recipe            | scale of x and of the gradient of y | products in 8 bits         | format
-fp8               | of each row, a token's              | x w, and the gradient of x | e4m3
-fp8_by_microbatch | of all rows, a microbatch's on a    | all three                  | e4m3, the gradient
-                  | device                              |                            | of y in e5m2
+recipe            | scale of x and of y's gradient     | products in 8 bits         | format
+fp8               | of each row, a token's             | x w, and the gradient of x | e4m3
+fp8_by_microbatch | of all rows, a microbatch's on a   | all three                  | e4m3; y's
+                  | device                             |                            | gradient: e5m2
 
-A matrix has a scale for each output, or, where tp divides its inputs, for each input: so a device
-has the scales of its shard without communication. Its 8-bit values serve both products: scales along
-the contracted dim multiply the other operand before that is rounded. All these scales are the same
-in every microbatch and on every mesh, so fp8 trains the same function on every layout. Sources:
+A matrix has a scale for each output, or, if tp divides its inputs, for each input. So a device has
+the scales of its shard without communication. The same 8-bit values serve both products: scales
+along the contracted dim multiply the other operand before it is rounded. These scales are the same
+in every microbatch and on every mesh, so fp8 trains the same function on every layout. XLA's
+rounding to bfloat16 may still differ from program to program, as it does without fp8.
+Sources:
 Micikevicius et al. 2022 (formats); torchao's recipe rowwise_with_gw_hp (the gradient of w in the
 dtype of compute).
 
@@ -35,7 +37,9 @@ _EXPONENT = 0x7F800000  # bits of a float32's exponent
 Axes = tuple[str, ...]  # mesh axes that divide the values of a scale
 
 
-def scale_of(a: jax.Array, dims: tuple[int, ...], axes: Axes = (), dtype: jnp.dtype = E4M3) -> jax.Array:
+def scale_of(
+    a: jax.Array, dims: tuple[int, ...], axes: Axes = (), dtype: jnp.dtype = E4M3
+) -> jax.Array:
     """Return the scales of `a` for `dtype`, float32 powers of 2, with `dims` of size 1.
 
     They are the smallest with which the largest absolute value along `dims` and `axes`, rounded to

@@ -87,9 +87,9 @@ class StackOptions:
         mixes_examples: Whether the loss of an example depends on other examples. True: intended.
             False: it does not. None: unknown; a run tests it on a few examples, and refuses a model
             that mixes them, since microbatches would change its loss.
-        rounded_weights: The matrices of a layer that it reads only through
-            `ppctl.model.fp8_products`, by their path joined by "/": the dim over which a scale is
-            computed. They are gathered over fsdp as 8-bit values.
+        rounded_weights: {name: dim} of the matrices of a layer that it reads only as 8-bit values
+            (`ppctl.model.fp8_products`). A name is the parameter's path joined by "/". Each scale
+            covers one index of the other dim. These matrices are gathered over fsdp in 8 bits.
         check_batch: (inputs, targets) -> None. Raises ConfigError for unsupported values, such as
             ids out of range. It checks the values of NumPy arrays, and only the dtypes of other
             arrays and shapes. targets: None in predictions.

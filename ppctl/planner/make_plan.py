@@ -359,8 +359,8 @@ def _speeds(job: TrainingJob, machine: Machine, kernels: Sequence[str]) -> Itera
     large = "matrix products" if speed.cores is None else "large matrix products"
     yield f"{speed.flops_per_s / 1e12:.4g} TFLOP/s in {large}"
     if getattr(job.config.model, "linear_dtype", None) is not None:
-        slow = f"8-bit products as fast as those of {job.pipe.dtype}"
-        yield slow if speed.fp8 is None else f"{speed.fp8 / 1e12:.4g} TFLOP/s in large 8-bit products"
+        fast = None if speed.fp8 is None else f"{speed.fp8 / 1e12:.4g} TFLOP/s in 8-bit products"
+        yield fast or f"8-bit products as fast as those of {job.pipe.dtype}"
     if {"cudnn", "pallas"} & {*kernels} and speed.attention_forward is not None:
         forward, backward = speed.attention_forward, speed.attention_backward or speed.flops_per_s
         yield f"{forward / 1e12:.4g} in attention forward, {backward / 1e12:.4g} backward"

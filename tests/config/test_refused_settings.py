@@ -88,6 +88,10 @@ MIXTURES = [
         mixture(num_experts=2, top_k=3),
         "model.moe.top_k=3 is more than model.moe.num_experts=2.* Use model.moe.top_k=2 at most",
     ),
+    (
+        config_with(model=c.Transformer(moe=Experts(num_experts=4), linear_dtype="fp8")),
+        "model.linear_dtype=fp8 with model.moe.num_experts=4: .* Use model.linear_dtype=null",
+    ),
     (mixture(num_experts=2, capacity=0.9), "model.moe.capacity=0.9 must be .* at least 1"),
     (mixture(top_k=1), "model.moe.top_k=1 is not used: model.moe.num_experts=null"),
     (mixture(z_loss=0.1), "model.moe.z_loss=0.1 is not used: model.moe.num_experts=null"),

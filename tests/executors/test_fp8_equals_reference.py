@@ -3,10 +3,16 @@ the un-pipelined model, in float64.
 """
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 from support.equality import TOLERANCE, difference
 from support.selection import full
+
+import ppctl
+from ppctl.config import Transformer
+from ppctl.errors import ConfigError
+from ppctl.training.run.run_lines import linear_text
 
 MODEL = {"num_layers": 2, "num_kv_heads": 2, "linear_dtype": "fp8"}
 CASES = {
@@ -53,7 +59,28 @@ def test_by_microbatch_it_is_the_same_only_for_the_same_microbatches():
 
 
 def test_lora_adapters_train_beside_a_frozen_map_in_8_bits():
-    import ppctl
-
     model = MODEL | {"lora": ppctl.Lora(rank=2)}
     assert difference({"pp": 2, "tp": 2}, model, schedule="zb_h1", executor="mpmd") < TOLERANCE
+
+
+def test_devices_that_share_a_key_value_head_are_refused():
+    message = r"linear_dtype.*fp8.* and .*tp.*2.*: devices that share a key-value head would each"
+    with pytest.raises(ConfigError, match=message):
+        difference({"pp": 1, "tp": 2}, MODEL | {"num_kv_heads": 1})
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "is_emulated"),
+    [
+        ("cpu", "cpu", True),
+        ("gpu", "NVIDIA H100 80GB HBM3", False),
+        ("gpu", "NVIDIA A100-SXM4-80GB", True),
+        ("gpu", "NVIDIA Unheard Of", False),
+    ],
+)
+def test_a_run_says_where_products_in_8_bits_are_emulated(platform, kind, is_emulated):
+    device = SimpleNamespace(platform=platform, device_kind=kind)
+    text = linear_text(Transformer(linear_dtype="fp8"), device)
+    emulated = f" (emulated: {kind} has no 8-bit products)" if is_emulated else ""
+    assert text == f", linear maps in fp8{emulated}"
+    assert linear_text(Transformer(), device) == ""

@@ -67,7 +67,10 @@ def test_by_microbatch_all_three_products_are_of_rounded_values():
 
 def test_scales_are_the_smallest_powers_of_two_without_overflow():
     a = wide(4096, 3)
-    for dtype, oracle in ((jnp.float8_e4m3fn, ml_dtypes.float8_e4m3fn), (E5M2, ml_dtypes.float8_e5m2)):
+    for dtype, oracle in (
+        (jnp.float8_e4m3fn, ml_dtypes.float8_e4m3fn),
+        (E5M2, ml_dtypes.float8_e5m2),
+    ):
         found = np.asarray(scale_of(jnp.asarray(a), (1,), dtype=dtype))
         np.testing.assert_array_equal(found, rounded(a, 1, oracle)[1])
 
@@ -92,7 +95,9 @@ def test_zeros_stay_zeros_and_what_is_not_finite_stays_visible():
         multiply = product(recipe, "outputs")
         assert not gradients(multiply, jnp.zeros((2, 4)), w, jnp.zeros((2, 4)))[0].any()
         for value in (jnp.nan, jnp.inf):
-            y, dx, dw = gradients(multiply, jnp.ones((2, 4)).at[0, 1].set(value), w, jnp.ones((2, 4)))
+            y, dx, dw = gradients(
+                multiply, jnp.ones((2, 4)).at[0, 1].set(value), w, jnp.ones((2, 4))
+            )
             assert not np.isfinite(y[0]).any()
             assert not np.isfinite(dw[1]).any()
             assert np.isfinite(dx).all()
@@ -108,7 +113,9 @@ def test_values_above_the_scales_largest_are_clipped():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_errors_are_those_of_four_significant_bits(dtype):
-    x, w, g = (jnp.asarray(RNG.standard_normal(shape), dtype) for shape in ((64, 256), (256, 64), (64, 64)))
+    x, w, g = (
+        jnp.asarray(RNG.standard_normal(shape), dtype) for shape in ((64, 256), (256, 64), (64, 64))
+    )
     y, dx, dw = gradients(product("fp8", "outputs"), x, w, g)
     exact = gradients(jnp.matmul, *(jnp.asarray(a, jnp.float64) for a in (x, w, g)))
     errors = [

@@ -248,9 +248,7 @@ class Program:
         return False
 
 
-def _without_repeats(
-    eqns: Sequence[core.JaxprEqn],
-) -> tuple[list[core.JaxprEqn], dict[Any, Any]]:
+def _without_repeats(eqns: Sequence[core.JaxprEqn]) -> tuple[list[core.JaxprEqn], dict[Any, Any]]:
     """Return (equations without repeats, {a repeated result: the first equal result}).
 
     Compilers compute equal results once. Loops, products and collectives are not compared.

@@ -171,7 +171,7 @@ class Link:
         return self.hop_s(num_bytes * (size - 1) / size) if size > 1 else 0.0
 
     def sum_s(self, num_bytes: float, size: int) -> float:
-        """Return the seconds of an all-reduce: round a ring, or for small arrays up and down a tree.
+        """Return the seconds of an all-reduce: round a ring, or up and down a tree.
 
         >>> Link(1.0, 10.0).sum_s(80.0, 8), Link(1.0, 10.0).sum_s(0.0, 8)
         (28.0, 6.0)

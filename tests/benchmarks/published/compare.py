@@ -28,6 +28,7 @@ class Compared:
     has_pipeline: bool
     is_fitted: bool  # whether the constants were fitted on it
     is_mixture: bool  # of experts
+    is_fp8: bool  # linear maps in 8 bits
     published_step_s: float | None
     predicted_step_s: float | None = None
     ratio: float | None = None  # predicted over published
@@ -87,6 +88,7 @@ def _compared(row: Row, constants: Constants) -> Compared:
         row.has_pipeline,
         row.is_fitted,
         row.is_mixture,
+        row.is_fp8,
     )
     try:
         request, time = chosen(requests_of(row), constants)
@@ -148,17 +150,18 @@ def errors(compared: Iterable[Compared], name: str) -> Errors | None:
 
 def summary(compared: Sequence[Compared]) -> list[Errors]:
     """Return the errors with and without a pipeline: of all rows, of those fitted on, and of the
-    others; then of mixtures, on which none is fitted.
+    others; then of rows in fp8 and of mixtures, on which none is fitted.
     """
     found = list[Errors | None]()
     for has_pipeline, name in ((True, "with a pipeline"), (False, "without a pipeline")):
-        dense = (row for row in compared if not row.is_mixture)
+        dense = (row for row in compared if not row.is_mixture and not row.is_fp8)
         rows = [row for row in dense if row.has_pipeline == has_pipeline]
         found.append(errors(rows, name))
         found += [
             errors([row for row in rows if row.is_fitted == half], f"{name}, {text}")
             for half, text in HALVES
         ]
+    found.append(errors([row for row in compared if row.is_fp8], "fp8"))
     found.append(errors([row for row in compared if row.is_mixture], "mixtures of experts"))
     return [each for each in found if each is not None]
 

@@ -55,10 +55,9 @@ class Request:
     @property
     def linear_dtype(self) -> str | None:
         """The products in 8 bits: all three of a linear map, unless its recipe says otherwise."""
-        precision = self.row.precision.lower()
-        if not re.search("fp8|float8", precision):
+        if not self.row.is_fp8:
             return None
-        return "fp8" if "gw_hp" in precision else "fp8_by_microbatch"
+        return "fp8" if "gw_hp" in self.row.precision.lower() else "fp8_by_microbatch"
 
     @property
     def replicas(self) -> int:
@@ -104,6 +103,8 @@ def requests_of(row: Row) -> list[Request]:
     if model.head_dim is None and model.hidden % model.heads:
         raise ConfigError(f"hidden={model.hidden} is not a multiple of heads={model.heads}")
     hardware, how = hardware_of(row)
+    if row.is_fp8 and hardware.fp8_flops is None:
+        raise ConfigError(f"{row.precision}: {hardware.name} has no products of 8-bit floats")
     assumed += how
     dp, fsdp, ep = _replicas(row)
     if dp * fsdp * ep * row.pp * row.tp * row.cp != row.gpus:

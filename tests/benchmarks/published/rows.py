@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,9 +119,13 @@ class Row:
         return self.model is not None and self.model.experts is not None
 
     @property
+    def is_fp8(self) -> bool:
+        return re.search("fp8|float8", self.precision.lower()) is not None
+
+    @property
     def is_fitted(self) -> bool:
-        """Whether the constants are fitted on it: on half of the rows that are no mixtures."""
-        return is_fitted(self.id) and not self.is_mixture
+        """Whether the constants are fitted on it: on half of the dense rows in 16 bits."""
+        return is_fitted(self.id) and not self.is_mixture and not self.is_fp8
 
     @property
     def counts_recomputing(self) -> bool:

@@ -221,7 +221,7 @@ def op_times_of(request: Request, constants: Constants) -> OpTimes:
     at the same time.
     """
     system, machine, layout = request.system, machine_of(request, constants), layout_of(request)
-    found = _run_by(system, work_of_request(request), is_fp8=request.linear_dtype is not None)
+    found = _run_by(system, work_of_request(request), is_fp8=request.row.is_fp8)
     shown = 1 - system.hides_tp
     sends = replace(
         machine, link=Link(machine.link.latency_s * shown, machine.link.bytes_per_s / shown)
