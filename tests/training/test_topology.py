@@ -70,6 +70,9 @@ def test_a_gpu_is_described_by_its_own_numbers(name):
     assert int(found["core_count"]) == cuda.cores
     assert (found["major"], found["minor"]) != ("0", "0")
     assert text.count("{") == text.count("}")
+    # without versions, products in 8 bits silently become products of bfloat16
+    assert {"driver_version", "runtime_version", "compile_time_toolkit_version"} <= found.keys()
+    assert ("ACCELERATED_FEATURES" in text) == (float(cuda.capability) >= 9)
     assert hardware.device_kinds[0] in text
     # float32 lanes at two operations a clock reach no more than the tensor cores' float32
     assert (
