@@ -5,6 +5,7 @@ Options apply to each compiled program, not to the process. docs/executors-inter
 """
 
 import os
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal
 
@@ -89,6 +90,12 @@ def cpu_options(preset: CompilerPreset) -> dict[str, Any]:
     """Return a preset's options for XLA's CPU compiler, without options unknown to this jaxlib."""
     ours = CPU_OPTIONS[preset]
     return {name: ours[name] for name in ours if name != EMITTERS or _is_known(name, False)}
+
+
+def compiled_quickly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the jitted function with options for quick compilation, since it runs a few times."""
+    options = cpu_options("once") if jax.default_backend() == "cpu" else None
+    return jax.jit(function, compiler_options=options)
 
 
 @cache
