@@ -95,25 +95,42 @@ def shuffled(places: np.ndarray, number: int, seed: int) -> np.ndarray:
     >>> shuffled(np.arange(8), 8, 3).tolist()
     [4, 7, 0, 1, 2, 5, 3, 6]
     """
-    bits = max(LEAST_BITS, (number - 1).bit_length())
-    half = np.uint64((bits + 1) // 2)
-    mask = np.uint64(2 ** int(half) - 1)
-    keys = [np.uint64(key) & mask for key in _round_keys(seed)]
+    bits = (number - 1).bit_length()
+    if bits <= LEAST_BITS:
+        return _small_epoch(number, seed)[places]
+    found = _encrypted(places, bits, seed)
+    while (is_outside := found >= number).any():
+        found[is_outside] = _encrypted(found[is_outside], bits, seed)
+    return found
+
+
+@lru_cache(16)
+def _small_epoch(number: int, seed: int) -> np.ndarray:
+    """Return the whole permutation, for numbers of which most ciphers are outside.
+
+    A table of steps, each outside number to its cipher, is composed with itself until each number
+    leads inside.
+    """
+    ciphers = _encrypted(np.arange(2**LEAST_BITS), LEAST_BITS, seed)
+    steps = np.where(np.arange(len(ciphers)) < number, np.arange(len(ciphers)), ciphers)
+    for _ in range(LEAST_BITS):
+        steps = steps[steps]
+    return steps[ciphers[:number]]
+
+
+def _encrypted(values: np.ndarray, bits: int, seed: int) -> np.ndarray:
+    """Return the ciphers, int64, of numbers of at most `bits` bits, rounded up to even."""
+    half = (bits + 1) // 2
+    mask = 2**half - 1
 
     def rotated(x: np.ndarray, by: int) -> np.ndarray:
-        return (x << np.uint64(by) | x >> half - np.uint64(by)) & mask
+        return (x << by | x >> half - by) & mask
 
-    def encrypted(values: np.ndarray) -> np.ndarray:
-        left, right = values >> half, values & mask
-        for key in keys:  # a round encrypts one half and exchanges the halves
-            mixed = rotated(right, 1) & rotated(right, 8) ^ rotated(right, 2)
-            left, right = right, left ^ mixed ^ key
-        return left << half | right
-
-    found = encrypted(places.astype(np.uint64))
-    while (is_outside := found >= number).any():
-        found[is_outside] = encrypted(found[is_outside])
-    return found.astype(np.int64)
+    left, right = values >> half, values & mask
+    for key in _round_keys(seed):  # a round encrypts one half and exchanges the halves
+        mixed = rotated(right, 1) & rotated(right, 8) ^ rotated(right, 2)
+        left, right = right, left ^ mixed ^ key & mask
+    return left << half | right
 
 
 @lru_cache(64)
