@@ -9,7 +9,7 @@ from support.environment import BY_USER
 
 PATH = {"PYTHONPATH": os.pathsep.join(sys.path)}
 LATE = (
-    "orbax",
+    "orbax.checkpoint",
     "tensorstore",
     "tensorboardX",
     "matplotlib",
