@@ -47,9 +47,9 @@ from ppctl.launch.local_processes import launch, leave_error
 from ppctl.launch.supervisor import end_with_starter
 from ppctl.schedule.families.registry import build
 
-# thresholds of Python's garbage collector: with its defaults, a quarter of the CPU time of a start
-# is a search of modules and traces, which stay
-RARE_COLLECTIONS = 50_000, 20, 50
+# new objects before Python looks for garbage: with its default of 700, a fifth of the CPU time of a
+# start is a search among modules and traces, which stay
+COLLECT_AFTER = 50_000
 OF_SEVERAL_PROCESSES = ("train", "doctor")  # commands that may run in several processes
 
 
@@ -117,7 +117,7 @@ def _drop_output() -> None:
 def console_script() -> NoReturn:
     """Run the command line of this process and exit with its code."""
     code = 1
-    gc.set_threshold(*RARE_COLLECTIONS)
+    gc.set_threshold(COLLECT_AFTER)
     # Python 3.11 aborts, once in thousands of runs, if an XLA thread takes the interpreter lock
     # during shutdown. So a process that imported JAX skips the shutdown. Registered first, this
     # handler runs last.
