@@ -6,7 +6,7 @@ DEV := .venv/installed-dev
 # tests of a file stay in one process: they share its fixtures and compiled programs
 WORKERS := -n 2 --dist loadfile
 
-.PHONY: help setup train test test-full check lint smoke docs exhaustive chaos fuzz soak golden tutorial bench bench-gpu bench-plan bench-published bench-vocabulary clean
+.PHONY: help setup train test test-full check lint smoke docs exhaustive chaos fuzz soak golden tutorial bench bench-gpu bench-plan bench-published bench-start bench-vocabulary clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -74,6 +74,9 @@ bench-gpu: $(DEV) ## on one accelerator: steps, predictions, ranks, traces and k
 
 bench-plan: $(DEV) ## rehearsed and measured steps of 26 layouts: errors, ranking, regret; about 20 minutes
 	$(BIN)/python tests/benchmarks/bench_plan.py
+
+bench-start: $(DEV) ## CPU seconds from a command to its result: imports, help, plan, the first step, verify; 10 minutes
+	$(BIN)/python tests/benchmarks/start_up.py
 
 bench-vocabulary: $(DEV) ## a large head whole, balanced, and divided over the ranks: makespan, CPU seconds, memory of each rank
 	$(BIN)/python tests/benchmarks/vocabulary_bench.py

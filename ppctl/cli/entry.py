@@ -8,6 +8,7 @@ the jobs. JAX is imported only after the request is checked, so a wrong request 
 
 import atexit
 import errno
+import gc
 import importlib.metadata
 import io
 import json
@@ -46,6 +47,9 @@ from ppctl.launch.local_processes import launch, leave_error
 from ppctl.launch.supervisor import end_with_starter
 from ppctl.schedule.families.registry import build
 
+# new objects before Python looks for garbage: with its default of 700, a fifth of the CPU time of a
+# start is a search among modules and traces, which stay
+COLLECT_AFTER = 50_000
 OF_SEVERAL_PROCESSES = ("train", "doctor")  # commands that may run in several processes
 
 
@@ -113,6 +117,7 @@ def _drop_output() -> None:
 def console_script() -> NoReturn:
     """Run the command line of this process and exit with its code."""
     code = 1
+    gc.set_threshold(COLLECT_AFTER)
     # Python 3.11 aborts, once in thousands of runs, if an XLA thread takes the interpreter lock
     # during shutdown. So a process that imported JAX skips the shutdown. Registered first, this
     # handler runs last.

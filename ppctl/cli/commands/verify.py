@@ -14,6 +14,7 @@ from ppctl.training.pipeline.unpipelined.verification import (
     StepComparison,
     TrainingComparison,
     compare_training,
+    num_compared_batches,
     plain_model,
 )
 from ppctl.training.pipeline.unpipelined.verify_pipeline import (
@@ -58,8 +59,7 @@ def verify(config: Config, *, as_json: bool) -> int:
     plain = plain_model(job)
     state = job.pipe.init()  # initial state, for gradients and steps
     batch = next(job.data.batches())
-    of_plain = plain.loss_and_grads, plain.params
-    of_batch = verify_gradients(job.pipe, *of_plain, state, batch)
+    of_batch = verify_gradients(job.pipe, plain.first, state, batch)
     training = None
     if config.verify.steps:
         steps = plain.run(config.verify.steps, of_batch.tolerance)
@@ -146,7 +146,8 @@ def _training_lines(
     if training.eval_loss is None:
         yield "eval      none (run.eval_every=null)"
     else:
-        batches = f"{job.num_eval_batches} batch{'es' * (job.num_eval_batches > 1)}"
+        number = num_compared_batches(job)
+        batches = f"{number} batch{'es' * (number > 1)}"
         yield f"eval      {_number_text(training.eval_loss, tolerance)}, of {batches}"
     at = "none (optim.clip_norm=null)"
     if training.clip_norm is not None:

@@ -8,7 +8,7 @@ Training with NCCL 2.4", 2019). Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import ceil, log2
 from typing import Literal
@@ -209,8 +209,8 @@ class ModelWork:
     head: PieceWork
     x_bytes: int  # bytes of the activation between layers
     # bytes that the forward of a layer keeps, by remat; with remat=full, the forward of a stage
-    stash_bytes: dict[str, int]
-    pending_bytes: dict[str, int]  # bytes handed from a layer's I to W, by remat
+    stash_bytes: Mapping[str, int]
+    pending_bytes: Mapping[str, int]  # bytes handed from a layer's I to W, by remat
     residual_bytes: float = 0.0  # bytes of a layer's residuals, saved or recomputed
     head_bytes: Extent = Extent()  # peak bytes of the head, for all examples
     # peak bytes of I in a layer with experts, besides the residuals, for all examples; by remat

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from typing import Any
@@ -33,6 +33,22 @@ class _Counted:
     shapes: tuple  # shapes of parameters and of an example; flags of trained parameters
     dtype: str
     model: Model = field(compare=False)
+
+
+@dataclass(frozen=True, eq=False)
+class CountedLate(Mapping[str, int]):
+    """A number for each remat, counted when it is first read: counting traces a layer."""
+
+    count: Callable[[Remat], int]
+
+    def __getitem__(self, remat: str) -> int:
+        return self.count(Remat(remat))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(Remat)
+
+    def __len__(self) -> int:
+        return len(Remat)
 
 
 def work_of(model: Model) -> ModelWork:
@@ -79,20 +95,22 @@ def _counted_work(model: Model) -> ModelWork:
         layers.append(work_of_layer[function])
     has_experts = any(op.kernel == "experts" for op in layers[with_experts].forward)
 
-    # 2. bytes of values, by remat
-    stash, pending, experts = {}, {}, {}
-    for remat in Remat:
-        sizes = zip(few.kept_bytes(remat), many.kept_bytes(remat), strict=True)
-        stash[remat], pending[remat] = ((high - low) // FEW[0] for low, high in sizes)
-        if has_experts:
-            peaks = (counted.expert_bytes(remat, with_experts) for counted in (few, many))
-            experts[remat] = _extent(*peaks)
+    # 2. bytes of values, by remat; a job reads those of its remat only
+    @cache
+    def kept_bytes(remat: Remat) -> tuple[int, ...]:
+        sizes = (model.traced(partial(each.kept_bytes, remat)) for each in (few, many))
+        return tuple((high - low) // FEW[0] for low, high in zip(*sizes, strict=True))
+
+    experts = {}
+    for remat in Remat if has_experts else ():
+        peaks = (counted.expert_bytes(remat, with_experts) for counted in (few, many))
+        experts[remat] = _extent(*peaks)
     return ModelWork(
         **_embed_head(model, few, many),
         layer=layers[0] if model.stack.are_alike else _mean(layers),
         x_bytes=tree_bytes(few.model.x) // FEW[0],
-        stash_bytes=stash,
-        pending_bytes=pending,
+        stash_bytes=CountedLate(lambda remat: kept_bytes(remat)[0]),
+        pending_bytes=CountedLate(lambda remat: kept_bytes(remat)[1]),
         residual_bytes=_extent(few.residual_bytes(), many.residual_bytes()).each,
         expert_bytes=experts,
     )

@@ -14,7 +14,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ppctl.executors.compiler_options import Flags, temp_bytes, total_bytes
+from ppctl.executors.compiler_options import Flags, compiled_quickly, temp_bytes, total_bytes
 from ppctl.executors.model_shapes import shard_bytes, shard_shapes
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.random_keys import SEED, key_of_seed, with_example_keys
@@ -159,6 +159,12 @@ class OneProgram:
 
     def loss_and_grads(self, state: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
         """Return (mean loss, gradients in natural order) of a batch."""
-        batch = jax.jit(with_example_keys)(batch | self._seed_key, state["step"])
-        losses, grads = jax.jit(self.loss_and_grads_of)(state["params"], batch)
-        return losses[LOSS], jax.jit(self.states.layout.to_natural)(grads)
+        return self._natural_grads(state["params"], batch | self._seed_key, state["step"])
+
+    @cached_property
+    def _natural_grads(self) -> Callable[[Tree, Tree, jax.Array], tuple[jax.Array, Tree]]:
+        def of(params: Tree, batch: Tree, step: jax.Array) -> tuple[jax.Array, Tree]:
+            losses, grads = self.loss_and_grads_of(params, with_example_keys(batch, step))
+            return losses[LOSS], self.states.layout.to_natural(grads)
+
+        return compiled_quickly(of)

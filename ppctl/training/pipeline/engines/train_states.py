@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from ppctl.executors.compiler_options import compiled_quickly
 from ppctl.executors.parameter_layout import Layout
 from ppctl.model.stack import num_examples
 
@@ -48,7 +49,7 @@ class States:
         """Return the initial state, made staged and sharded, so it need not fit on one device."""
         seed = self.seed if seed is None else seed
         staged = lambda: self.layout.to_staged(self.init(seed))  # noqa: E731
-        return jax.jit(staged, out_shardings=shardings_of(self.staged))()
+        return compiled_quickly(staged, "light", out_shardings=shardings_of(self.staged))()
 
     @cached_property
     def to_natural(self) -> Callable[[Tree], Tree]:

@@ -6,8 +6,9 @@ natural order.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from ppctl.executors.compiler_options import compiled_quickly
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.layer_reports import with_updated, without_counted
 from ppctl.model.trainable_parameters import trained_part, with_trained
@@ -30,13 +32,13 @@ from ppctl.training.pipeline.unpipelined.verify_pipeline import (
     rounding_of,
 )
 from ppctl.training.pipeline.unpipelined.whole_model import (
-    compiled_quickly,
     initial_params,
     of_author,
     plain_functions,
 )
 
 Tree = Any
+MOST_EVAL_BATCHES = 2  # of the default number: two show that an evaluation is a weighted mean
 SHIFTS = (0.0, -1.0, 1.0)  # shifts of the gradients, in tolerances; the first is the oracle
 
 
@@ -71,6 +73,12 @@ class PlainModel:
     loss_and_grads: Callable[[Tree, Tree, int], tuple[dict[str, jax.Array], Tree]]
     losses: Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]  # (params, batch) -> (sum, number)
 
+    @cached_property
+    def first(self) -> tuple[dict[str, np.ndarray], Tree]:
+        """Loss and gradients of the first batch at the initial parameters, on the host."""
+        batch = next(self.job.data.batches())
+        return jax.device_get(self.loss_and_grads(self.params, batch, 0))
+
     def run(self, num_steps: int, tolerance: float) -> PlainSteps:
         """Return the first train steps.
 
@@ -104,22 +112,25 @@ class PlainModel:
 
         # 2. the steps, for each shift
         trained = by_layer(trained_of(self.params))
-        before = {"params": self.params, "optimizer": jax.device_get(optimizer.init(trained))}
+        optimizer_state = jax.device_get(compiled_quickly(optimizer.init)(trained))
+        before = {"params": self.params, "optimizer": optimizer_state}
         states, numbers = [before] * len(SHIFTS), []
-        compiled_update = compiled_quickly(update)
+        compiled_update, lr_of = compiled_quickly(update), compiled_quickly(lr_schedule)
         for k, batch in enumerate(islice(data.batches(), num_steps)):
-            losses, grads = jax.device_get(self.loss_and_grads(states[0]["params"], batch, k))
-            others = {"grad_norm": _norm(without_counted(grads, counted)), "lr": lr_schedule(k)}
+            losses, grads = self.first
+            if k > 0:
+                losses, grads = jax.device_get(self.loss_and_grads(states[0]["params"], batch, k))
+            others = {"grad_norm": _norm(without_counted(grads, counted)), "lr": lr_of(k)}
             numbers.append({name: float(a) for name, a in (losses | others).items()})
             pairs = zip(states, SHIFTS, strict=True)
             updated = [compiled_update(state, grads, max_norm, shift) for state, shift in pairs]
             states = jax.device_get(updated)
         # 3. the final states, their difference, and an evaluation
-        before, after, *shifted = (jax.device_get(stacked(state)) for state in (before, *states))
+        before, after, *shifted = map(stacked, (before, *states))
         largest = lambda a, *others: np.max([np.abs(b - a) for b in others], axis=0)  # noqa: E731
         slack, eval_loss = jax.tree.map(largest, after, *shifted), None
         if config.run.eval_every is not None:
-            batches = data.eval_batches(self.job.num_eval_batches)
+            batches = data.eval_batches(num_compared_batches(self.job))
             pairs = (jax.device_get(self.losses(after["params"], batch)) for batch in batches)
             total, number = map(sum, zip(*pairs, strict=True))
             eval_loss = float(total) / max(1.0, float(number))
@@ -144,7 +155,10 @@ def stacked(tree: Tree) -> Tree:
     def join(node: Tree) -> Tree:
         if not is_listed(node):
             return node
-        return {**node, "layers": jax.tree.map(lambda *a: jnp.stack(a), *node["layers"])}
+        return {**node, "layers": jax.tree.map(lambda *a: library(a).stack(a), *node["layers"])}
+
+    def library(arrays: Sequence[Any]) -> Any:
+        return jnp if isinstance(arrays[0], jax.Array) else np  # numpy compiles nothing
 
     return jax.tree.map(join, tree, is_leaf=is_listed)
 
@@ -152,6 +166,12 @@ def stacked(tree: Tree) -> Tree:
 def plain_model(job: TrainingJob) -> PlainModel:
     params = initial_params(job.pipe.stack, job.config.run.seed)
     return PlainModel(job, params, *plain_functions(*job.pipe.plain))
+
+
+def num_compared_batches(job: TrainingJob) -> int:
+    """Return the number of held-out batches to compare: run.eval_batches, by default up to 2."""
+    number, is_default = job.num_eval_batches, job.config.run.eval_batches is None
+    return min(number, MOST_EVAL_BATCHES) if is_default else number
 
 
 def _norm(tree: Tree) -> float:
@@ -197,7 +217,8 @@ def compare_training(job: TrainingJob, plain: PlainSteps, state: Tree) -> Traini
     # 2. the final state, and its evaluation
     eval_loss = None
     if plain.eval_loss is not None:
-        eval_loss = compared(evaluate(engine, data, job.num_eval_batches, state), plain.eval_loss)
+        found = evaluate(engine, data, num_compared_batches(job), state)
+        eval_loss = compared(found, plain.eval_loss)
     counts = {"step": np.int32(0)}, {"step": np.int32(num_steps)}
     trees = plain.after | counts[1], engine.to_natural(state)
     trees += plain.before | counts[0], plain.slack | counts[0]

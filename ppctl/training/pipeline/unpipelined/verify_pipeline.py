@@ -1,7 +1,7 @@
 """`ppctl.verify`: compare a pipeline's loss and gradients with those of the un-pipelined model."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,25 +99,20 @@ def verify(pipe: Pipeline, batch: Mapping[str, Any], seed: int | None = None) ->
     state = pipe.init(seed)
     params = initial_params(pipe.stack, pipe.states.seed if seed is None else seed)
     loss_and_grads, _ = plain_functions(*pipe.plain)
-    return verify_gradients(pipe, loss_and_grads, params, state, arrays)
+    return verify_gradients(pipe, jax.device_get(loss_and_grads(params, arrays, 0)), state, arrays)
 
 
 def verify_gradients(
-    pipe: Pipeline,
-    plain: Callable[[Tree, Tree, int], tuple[dict[str, jax.Array], Tree]],
-    params: Tree,
-    state: Tree,
-    batch: Tree,
+    pipe: Pipeline, plain: tuple[Mapping[str, np.ndarray], Tree], state: Tree, batch: Tree
 ) -> Verification:
     """Return the comparison of loss and gradients of a batch; `state` stays usable.
 
-    plain: function of loss and gradients without a pipeline. params: parameters of `state`, the
-    initial state, in natural order.
+    plain: losses and gradients of the batch without a pipeline, on the host.
     """
     loss, grads = pipe.loss_and_grads(state, batch)
-    losses, expected = jax.device_get(plain(params, batch, 0))
+    losses, expected = plain
     tolerance = tolerance_of(pipe)
-    least = float(rounding_of(expected)) / tolerance
+    least = float(rounding_of(expected, np)) / tolerance
     expected, grads = (of_author(pipe.stack, tree) for tree in (expected, grads))
     leaves = in_layers(pipe.stack, compare_trees(expected, grads, least=least))
     return Verification(compared(loss, losses[LOSS]), leaves, tolerance)
@@ -139,10 +134,13 @@ def compared(value: Any, reference: Any) -> Number:
     return Number(value, reference, abs(value - reference) / (abs(reference) or 1.0))
 
 
-def rounding_of(grads: Tree) -> Any:
-    """Return the absolute tolerance for gradients that cancel to 0, given all gradients."""
+def rounding_of(grads: Tree, library: Any = jnp) -> Any:
+    """Return the absolute tolerance for gradients that cancel to 0, given all gradients.
+
+    library: np for arrays on the host, for which jnp would compile programs.
+    """
     leaves = jax.tree.leaves(grads)
-    largest = jnp.stack([jnp.abs(g).max() for g in leaves]).max()
+    largest = library.stack([library.abs(g).max() for g in leaves]).max()
     return ROUNDINGS * jnp.finfo(leaves[0].dtype).eps * largest
 
 

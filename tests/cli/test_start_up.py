@@ -1,0 +1,63 @@
+"""What a start does not import: each of these packages would delay the first result."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from support.environment import BY_USER
+
+PATH = {"PYTHONPATH": os.pathsep.join(sys.path)}
+LATE = (
+    "orbax.checkpoint",
+    "tensorstore",
+    "tensorboardX",
+    "matplotlib",
+    "flax",
+    "pyarrow",
+    "tokenizers",
+    "optuna",
+)
+NO_JAX = "jax", "numpy", "optax", "hydra", "omegaconf"
+
+
+def imported(code, names, directory):
+    """Return those of `names` that a process has imported after `code`, or in the middle of it."""
+    code = f"import sys\ndef show(): print([n for n in {names} if n in sys.modules])\n{code}"
+    how = {"capture_output": True, "text": True, "cwd": directory, "env": BY_USER | PATH}
+    done = subprocess.run([sys.executable, "-c", code], check=False, **how)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"]])
+def test_help_imports_neither_jax_nor_hydra(words, tmp_path):
+    code = f"from ppctl.cli import main; main({words}); show()"
+    assert imported(code, (*NO_JAX, *LATE), tmp_path)[-1] == "[]"
+
+
+def test_the_commands_import_late_what_they_need_late(tmp_path):
+    modules = ("train", "plan", "tune", "verify", "bench", "inspect", "rehearse")
+    code = f"from importlib import import_module\nfor name in {modules}:\n"
+    code += "    import_module(f'ppctl.cli.commands.{name}')\nshow()"
+    assert imported(code, LATE, tmp_path)[-1] == "[]"
+
+
+def test_a_run_without_tensorboard_imports_orbax_at_its_first_save(tmp_path):
+    """The first step is done before; the files of TensorBoard are opened before it."""
+    code = """
+from ppctl.training.run.loop import Loop
+step = Loop._train_step
+def showing(self, *args):
+    result = step(self, *args)
+    show()
+    return result
+Loop._train_step = showing
+from ppctl.cli import main
+from support.processes import WORDS
+assert main(["train", *WORDS, "mesh=1x1", "run.num_steps=1"]) == 0
+show()
+"""
+    lines = imported(code, LATE, tmp_path)
+    shown = [line for line in lines if line.startswith("[")]
+    assert shown == ["[]", "['orbax.checkpoint', 'tensorstore']"], lines
