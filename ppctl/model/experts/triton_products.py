@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh
 TALL, WIDE = 128, 256  # maximum rows and columns of a tile; in `weights` both are at most TALL
 ADDS = "grouped_weights"  # name of the kernel that adds its sum to its last operand
 TOGETHER = 8  # row tiles that run in succession, so that w's columns stay in the cache
-# A kernel's code holds the source lines that call it, and XLA compiles kernels with equal code once.
+# XLA compiles kernels with equal code once, and their code names the source lines that call them.
 # So layers share the trace of a product of the same sizes.
 ONCE = partial(jax.jit, inline=True)
 
