@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from benchmarks.scaling.measure import Measured, measure, measured_apart
+from benchmarks.scaling.measure import Measured, add_result, measure, measured_apart, read_results
 from benchmarks.scaling.rows import Row, compiled_rows, planned_rows, whole
 from benchmarks.scaling.show import PAGE, growths, page_tables, picture
 
@@ -76,6 +76,16 @@ def test_a_process_gives_results_or_its_error(monkeypatch, tmp_path):
         process.write_text(f"#!/bin/sh\n{line}\n")
         process.chmod(0o755)
         assert measured_apart(ROW) == found
+
+
+def test_results_are_read_in_the_order_of_the_rows(tmp_path):
+    file, rows = tmp_path / "results.jsonl", planned_rows()[:3]
+    assert read_results(file, rows) == {}
+    for row, start_s in ((rows[2], 3.0), (rows[0], 1.0)):
+        add_result(file, row, replace(COSTS, start_s=start_s))
+    found = read_results(file, rows)
+    assert [*found] == [rows[0], rows[2]]
+    assert [costs.start_s for costs in found.values()] == [1.0, 3.0]
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +80,8 @@ Rotate = Callable[..., jax.Array]  # (x [B, T, N, H], rope, axes of the stage) -
 
 def rotate(x_BTNH: jax.Array, rope: Rope, axes: StageAxes = WHOLE) -> jax.Array:
     """Return x with pair (i, i + H/2) at position t turned by t times its frequency."""
-    tables = _tables(rope, x_BTNH.shape[1] * axes.cp, x_BTNH.shape[-1], x_BTNH.dtype)
+    # as NumPy arrays: a program holds one copy of them for all layers
+    tables: Any = _tables(rope, x_BTNH.shape[1] * axes.cp, x_BTNH.shape[-1], x_BTNH.dtype)
     cos, sin = (own_tokens(table, axes, dim=0) for table in tables)
     return _turned(x_BTNH, cos, sin)
 

@@ -16,8 +16,8 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[2]
 sys.path[0] = str(TESTS)  # the package, not the names of its files
 
-from benchmarks.scaling.measure import Measured, measured_apart  # noqa: E402
-from benchmarks.scaling.rows import Row, compiled_rows, planned_rows  # noqa: E402
+from benchmarks.scaling.measure import add_result, measured_apart, read_results  # noqa: E402
+from benchmarks.scaling.rows import compiled_rows, planned_rows  # noqa: E402
 from benchmarks.scaling.show import show, write_page  # noqa: E402
 
 
@@ -29,7 +29,7 @@ def main() -> int:
     rows = [*planned_rows(), *compiled_rows()]
     chosen = [row for row in rows if options.only is None or options.only in row.name]
     options.file.parent.mkdir(parents=True, exist_ok=True)
-    done = read(options.file, rows)
+    done = read_results(options.file, rows)
     failed = 0
     for row in chosen:
         if row in done:
@@ -40,22 +40,12 @@ def main() -> int:
             print(f"{row.name}: {found}", file=sys.stderr, flush=True)
             continue
         done[row] = found
-        with options.file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"row": row.name, **asdict(found)}) + "\n")
+        add_result(options.file, row, found)
         print(f"{row.name}: {json.dumps(asdict(found))}", file=sys.stderr, flush=True)
     show(done)
     if options.only is None and not failed:
         write_page(done)
     return int(failed > 0)
-
-
-def read(file: Path, rows: list[Row]) -> dict[Row, Measured]:
-    """Return the rows of a file of results, by request."""
-    found: dict[str, Measured] = {}
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
-        fields = json.loads(line)
-        found[fields.pop("row")] = Measured(**fields)
-    return {row: found[row.name] for row in rows if row.name in found}
 
 
 if __name__ == "__main__":

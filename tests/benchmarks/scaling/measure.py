@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,22 @@ def measured_apart(row: Row) -> Measured | str:
     if done.returncode or not lines:
         return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     return Measured(**json.loads(lines[-1]))
+
+
+def add_result(file: Path, row: Row, found: Measured) -> None:
+    """Append a row's costs to a file of JSON lines."""
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps({"row": row.name, **asdict(found)}) + "\n")
+
+
+def read_results(file: Path, rows: Sequence[Row]) -> dict[Row, Measured]:
+    """Return the costs of the rows that a file of `add_result` has, in the order of `rows`."""
+    found: dict[str, Measured] = {}
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        fields = json.loads(line)
+        name = fields.pop("row")
+        found[name] = Measured(**fields)
+    return {row: found[row.name] for row in rows if row.name in found}
 
 
 if __name__ == "__main__":

@@ -143,41 +143,50 @@ def planned_rows() -> list[Row]:
     return [*rows, Row("deep", "405B", "h100", 64, 32, 256, schedule="zb_v", **deep)]
 
 
+@dataclass(frozen=True)
+class Line:
+    """Requests that are compiled: from 32 devices to more, and from 64 microbatches to fewer."""
+
+    target: str
+    model: str
+    layers: int  # layers of a rank
+    devices: tuple[int, ...]  # sizes above 32
+    microbatches: tuple[int, ...]  # numbers below 64
+    schedule: str = "1f1b"
+    executor: str = "spmd"
+
+    def rows(self) -> list[Row]:
+        """Return the requests of the line, the one of 32 devices and 64 microbatches first.
+
+        ranks: a pipeline of more ranks, with as many layers on each. replicas: more copies of a
+        pipeline of four ranks.
+        """
+
+        def row(series: str, ranks: int, copies: int, number: int = 64) -> Row:
+            how: dict[str, Any] = {"layers": self.layers * ranks, "compiles": True}
+            how |= {"schedule": self.schedule, "executor": self.executor}
+            return Row(series, self.model, self.target, ranks, copies, number, **how)
+
+        groups = [devices // IN_HOST for devices in self.devices]
+        return [
+            row("ranks", 4, 1),
+            *(row("ranks", number, 1) for number in groups),
+            *(row("replicas", 4, number // 4) for number in groups),
+            *(row("microbatches", 4, 1, number) for number in self.microbatches),
+        ]
+
+
+LINES = (
+    Line("h100", "405B", 2, (64, 128, 256, 512), (8, 16, 32)),
+    Line("h100", "405B", 2, (), (8,), "interleaved"),
+    Line("h100", "405B", 2, (), (8,), "zb_h1"),
+    Line("h100", "405B", 2, (512,), (8,), "1f1b", "mpmd"),
+    Line("v5p", "405B", 2, (512,), (8,)),
+    Line("h100", "mixture", 1, (512,), (8,)),
+)
+
+
 def compiled_rows() -> list[Row]:
-    """Return the rows that are compiled, the most telling ones first.
-
-    ranks: a pipeline of more ranks, with as many layers on each. replicas: more copies of a
-    pipeline of four ranks.
-    """
-    rows: list[Row] = []
-    for target, model, layers, sizes in (
-        ("h100", "405B", 2, (64, 128, 256, 512)),
-        ("v5p", "405B", 2, (512,)),
-        ("h100", "mixture", 1, (512,)),
-    ):
-
-        def row(
-            series: str,
-            ranks: int,
-            copies: int,
-            number: int = 64,
-            *,
-            target: str = target,
-            model: str = model,
-            layers: int = layers,
-            **how: Any,
-        ) -> Row:
-            how |= {"compiles": True, "layers": layers * ranks}
-            return Row(series, model, target, ranks, copies, number, **how)
-
-        rows += [row("ranks", 4, 1), *(row("ranks", devices // IN_HOST, 1) for devices in sizes)]
-        rows += [row("replicas", 4, devices // IN_HOST // 4) for devices in sizes]
-        counts = (8, 16, 32) if len(sizes) > 1 else (8,)
-        rows += [row("microbatches", 4, 1, number) for number in counts]
-        if len(sizes) > 1:
-            for name in ("interleaved", "zb_h1"):
-                rows += [row("microbatches", 4, 1, number, schedule=name) for number in (8, 64)]
-            mpmd = {"executor": "mpmd"}
-            rows += [row("ranks", ranks, 1, **mpmd) for ranks in (4, 64)]
-            rows.append(row("microbatches", 4, 1, 8, **mpmd))
-    return rows + [whole("405B", n, compiles=True) for n in (32, 64, 128, 256, 512)]
+    """Return the rows that are compiled: those of LINES, and the whole dense model."""
+    rows = [row for line in LINES for row in line.rows()]
+    return rows + [whole("405B", devices, compiles=True) for devices in (32, 64, 128, 256, 512)]

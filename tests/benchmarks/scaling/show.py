@@ -182,6 +182,8 @@ def picture(results: Results) -> bytes:
             is_planned = text.startswith("planned")
             if is_planned != (label == values[0][0]) and label != values[-1][0]:
                 continue
+            if len(of_line) == 1:
+                continue
             points = sorted((row.devices, value(found) or 0.0) for row, found in of_line.items())
             colour, mark = line_style(i)
             x, y = zip(*points, strict=True)
