@@ -6,15 +6,16 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 from rich.console import Console
 
 from benchmarks.scaling.measure import Measured
 from benchmarks.scaling.rows import Row
-from ppctl.reports.charts.palette import line_style
+from ppctl.reports.charts.palette import LINES, MARKS, PARTS
 from ppctl.reports.terminal_output import show_table
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
@@ -22,6 +23,14 @@ PAGE, PICTURE = DOCS / "benchmarks.md", DOCS / "images" / "scaling.svg"
 BEGIN, END = "<!-- made by make bench-scale -->\n", "<!-- to here -->"
 MOST_BY_MICROBATCHES, MOST_BY_DEVICES = 1.1, 1.3  # bars: growth of the compile time
 Results = Mapping[Row, Measured]
+SERIES = ("whole", "ranks", "replicas")  # series that are drawn
+COLOURS = (*LINES, *PARTS)
+PANELS: tuple[tuple[str, Sequence[str], Callable[[Measured], float | None]], ...] = (
+    ("planning, CPU s", ("planned",), lambda costs: costs.plan_s),
+    ("compiling, CPU s", ("compiled",), lambda costs: costs.compile_s),
+    ("instructions of the program", ("compiled",), lambda costs: costs.num_instructions),
+    ("host memory, MiB", ("planned", "compiled"), lambda costs: costs.host_bytes / 2**20),
+)
 
 
 class Growth(NamedTuple):
@@ -154,47 +163,49 @@ def write_page(results: Results) -> None:
     PICTURE.write_bytes(re.sub(rb"[ \t]+\n", b"\n", picture(results)))
 
 
+def _lines(results: Results) -> dict[tuple[str, str, str], list[tuple[int, Measured]]]:
+    """Return the lines of the picture, (verb, `line_of`, series) -> (devices, costs), ascending.
+
+    Replicas begin with the four ranks of `ranks`. A line has at least two points.
+    """
+    found: dict[tuple[str, str, str], list[tuple[int, Measured]]] = {}
+    for row, costs in results.items():
+        verb = "compiled" if row.compiles else "planned"
+        starts = row.series == "ranks" and _is_small(row)
+        for series in (row.series, "replicas") if starts else (row.series,):
+            if series in SERIES:
+                found.setdefault((verb, line_of(row), series), []).append((row.devices, costs))
+    by_devices = lambda points: sorted(points, key=lambda point: point[0])
+    return {line: by_devices(points) for line, points in found.items() if len(points) > 1}
+
+
 def picture(results: Results) -> bytes:
-    """Return planning time, compile time, program size and host memory by devices, as svg."""
-    # 1. lines of the four panels: (text, points)
+    """Return planning time, compile time, program size and host memory by devices, as svg.
+
+    Colours tell models, targets and executors apart, marks tell series; planned lines are dotted.
+    """
+    # 1. draw the four panels over a logarithmic axis of devices
+    lines = _lines(results)
+    names = list(dict.fromkeys(name for _, name, _ in lines))
     figure = Figure(figsize=(9.0, 6.5), dpi=150, layout="constrained")
     panels = figure.subplots(2, 2).ravel()
-    lines = dict[str, dict[Row, Measured]]()
-    for row, found in results.items():
-        if row.series in ("whole", "ranks", "replicas"):
-            verb = "compiled" if row.compiles else "planned"
-            lines.setdefault(f"{verb}: {line_of(row)}, {row.series}", {})[row] = found
-    for row, found in results.items():  # replicas begin with the four ranks of `ranks`
-        if _is_small(row) and row.num_microbatches == 64 and row.layers:
-            text = f"compiled: {line_of(row)}, replicas"
-            if text in lines:
-                lines[text] = {row: found} | lines[text]
-    values: tuple[tuple[str, Callable[[Measured], float | None]], ...] = (
-        ("planning, CPU s", lambda found: found.plan_s),
-        ("compiling, CPU s", lambda found: found.compile_s),
-        ("instructions of the program", lambda found: found.num_instructions),
-        ("host memory, MiB", lambda found: found.host_bytes / 2**20),
-    )
-
-    # 2. draw them over a logarithmic axis of devices
-    for axes, (label, value) in zip(panels, values, strict=True):
-        for i, (text, of_line) in enumerate(lines.items()):
-            is_planned = text.startswith("planned")
-            if is_planned != (label == values[0][0]) and label != values[-1][0]:
+    for axes, (label, verbs, value) in zip(panels, PANELS, strict=True):
+        for (verb, name, series), points in lines.items():
+            if verb not in verbs:
                 continue
-            if len(of_line) == 1:
-                continue
-            points = sorted((row.devices, value(found) or 0.0) for row, found in of_line.items())
-            colour, mark = line_style(i)
-            x, y = zip(*points, strict=True)
-            axes.plot(x, y, color=colour, marker=mark, markersize=4, linewidth=1.2, label=text)
+            how: dict[str, Any] = {"linestyle": ":" if verb == "planned" else "-"}
+            how |= {"color": COLOURS[names.index(name)], "marker": MARKS[SERIES.index(series)]}
+            x, y = zip(*((devices, value(costs)) for devices, costs in points), strict=True)
+            axes.plot(x, y, markersize=4, linewidth=1.2, label=f"{verb}: {name}, {series}", **how)
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}"))
         axes.set(xlabel="devices", ylabel=label)
         axes.set_ylim(bottom=0)
-    handles, labels = panels[-1].get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="outside lower center", ncols=3, fontsize=8, edgecolor="none"
-    )
+
+    # 2. one legend, of the panel that has all lines
+    of_all: dict[str, Any] = {"ncols": 3, "fontsize": 8, "edgecolor": "none"}
+    figure.legend(*panels[-1].get_legend_handles_labels(), loc="outside lower center", **of_all)
 
     # 3. no date and fixed ids: the same results give the same bytes
     out = BytesIO()
