@@ -81,7 +81,7 @@ bench-vocabulary: $(DEV) ## a large head whole, balanced, and divided over the r
 bench-published: $(DEV) ## predicted next to published steps: docs/published.md and its picture
 	$(BIN)/python tests/benchmarks/published
 
-bench-scale: $(DEV) ## plan for 8 to 16,384 devices, compile for 32 to 512 described ones (extras cuda12, tpu): half an hour
+bench-scale: $(DEV) ## plan for 8 to 16,384 devices, compile for 32 to 512 (extras cuda12, tpu); about 10 minutes
 	$(BIN)/python tests/benchmarks/scaling
 
 clean: ## remove .venv and what runs left
