@@ -6,7 +6,7 @@ DEV := .venv/installed-dev
 # tests of a file stay in one process: they share its fixtures and compiled programs
 WORKERS := -n 2 --dist loadfile
 
-.PHONY: help setup train test test-full check lint smoke docs exhaustive chaos fuzz soak golden tutorial bench bench-gpu bench-plan bench-published bench-start bench-vocabulary clean
+.PHONY: help setup train test test-full check lint smoke docs exhaustive chaos fuzz soak golden tutorial bench bench-gpu bench-plan bench-published bench-scale bench-start bench-vocabulary clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -83,6 +83,9 @@ bench-vocabulary: $(DEV) ## a large head whole, balanced, and divided over the r
 
 bench-published: $(DEV) ## predicted next to published steps: docs/published.md and its picture
 	$(BIN)/python tests/benchmarks/published
+
+bench-scale: $(DEV) ## plan for 8 to 16,384 devices, compile for 32 to 512 (extras cuda12, tpu); about 10 minutes
+	$(BIN)/python tests/benchmarks/scaling
 
 clean: ## remove .venv and what runs left
 	rm -rf .venv runs dist/docs

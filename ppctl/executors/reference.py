@@ -5,6 +5,7 @@ It is the oracle for every other executor and shares no code with them.
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import jax
@@ -36,8 +37,7 @@ def reference(
       num_microbatches: number of microbatches, whose gradients are summed in turn.
       remat: none, layer (the backward recomputes each layer) or full (the whole model).
       dtype: the compute dtype.
-      unroll: maximum number of equal layers to unroll; more are scanned. Different layers are
-        always unrolled.
+      unroll: maximum number of equal layers in succession to unroll; more are scanned.
       with_grads: if False, the function returns (loss, number of losses in the mean).
 
     Returns:
@@ -154,13 +154,20 @@ def _before_head(
     unroll: int = MOST_UNROLLED,
 ) -> jax.Array:
     """Return the output of the last layer."""
-    x = stack.embed(params["embed_head"], inputs)
-    if stack.num_layers <= unroll or not stack.are_alike:
-        functions = [stack.layer_of(l) for l in range(stack.num_layers)]
-        repeated = ((l, f) for l, f in enumerate(functions) if functions.count(f) > 1)
-        traced_once = {id(f): jax.jit(layer(l)) for l, f in repeated}
-        for l, function in enumerate(functions):
-            run = layer(l) if stack.are_alike else traced_once.get(id(function), layer(l))
-            x = run(jax.tree.map(lambda a, l=l: a[l], params["layers"]), x)
-        return x
-    return jax.lax.scan(lambda x, w: (layer(0)(w, x), None), x, params["layers"])[0]
+    x, number = stack.embed(params["embed_head"], inputs), stack.num_layers
+    # 1. runs of layers with one function, which is traced once
+    functions = [stack.layer_of(0 if stack.are_alike else l) for l in range(number)]
+    runs = [[*run] for _, run in groupby(range(number), key=lambda l: id(functions[l]))]
+    repeated = ((l, f) for l, f in enumerate(functions) if functions.count(f) > 1)
+    traced_once = {} if len(runs) == 1 else {id(f): jax.jit(layer(l)) for l, f in repeated}
+    # 2. long runs are scanned, others unrolled
+    for run in runs:
+        function, layers = traced_once.get(id(functions[run[0]]), layer(run[0])), params["layers"]
+        if len(run) > max(unroll, 1):
+            if len(run) < number:
+                layers = jax.tree.map(lambda a, run=run: a[run[0] : run[-1] + 1], layers)
+            x, _ = jax.lax.scan(lambda x, w, f=function: (f(w, x), None), x, layers)
+        else:
+            for l in run:
+                x = function(jax.tree.map(lambda a, l=l: a[l], layers), x)
+    return x

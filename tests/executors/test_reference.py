@@ -1,5 +1,6 @@
 """The reference executor against autodiff of the plain loss, and against finite differences."""
 
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -106,3 +107,17 @@ def test_recomputing_and_scanning_do_not_change_the_gradients(changes):
     found_loss, found_grads = step_of(stack, num_microbatches=2, **changes)(params, batch)
     assert found_loss == pytest.approx(float(loss), rel=1e-13)
     assert difference(found_grads, grads) <= 1e-12
+
+
+def test_a_run_of_equal_layers_is_scanned_and_gives_the_same_gradients():
+    stack, params, batch = setup("mlp")
+    plain = stack.layer
+    other = lambda w, x: x - plain(w, x)
+    stack = replace(stack, layer=(other, *[plain] * (NUM_LAYERS - 1)))
+    loss, grads = step_of(stack)(params, batch)
+    scanned = reference(stack, num_microbatches=1, remat="none", unroll=0, dtype=jnp.float64)
+    found, found_grads = jax.jit(scanned, compiler_options=COMPILE_FAST)(params, batch)
+    assert found["loss"] == pytest.approx(float(loss), rel=1e-13)
+    assert difference(found_grads, grads) <= 1e-12
+    text = str(jax.make_jaxpr(scanned)(params, batch))
+    assert f"length={NUM_LAYERS - 1}" in text

@@ -49,6 +49,21 @@ def test_gradients_are_scattered_layer_by_layer_before_they_are_stacked(unroll):
     assert max(scattered) == 2  # of a layer's matrix
 
 
+# --- slots of layers ----------------------------------------------------------------------------
+
+
+def test_only_slots_that_some_rank_leaves_empty_are_in_conditions():
+    def conditions(partition):
+        case = Case("1f1b", (1, 4, 1), 8, 1, sum(partition), "mlp", layers=partition)
+        step = jax.make_jaxpr(staged_step(case))(*shapes_of(case))
+        return sum(eqn.primitive.name == "cond" for eqn in equations(step.jaxpr))
+
+    even = conditions((2, 2, 2, 2))
+    of_a_slot = conditions((3, 2, 2, 3)) - even
+    assert of_a_slot > 0
+    assert conditions((2, 4, 2, 2)) == even + 2 * of_a_slot
+
+
 # --- a rank alone -------------------------------------------------------------------------------
 
 

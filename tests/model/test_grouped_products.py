@@ -2,6 +2,7 @@
 kernel of each device.
 """
 
+import re
 from functools import partial
 from types import SimpleNamespace
 
@@ -237,6 +238,29 @@ def test_kernels_lower_for_devices_that_are_not_here_in_scans_branches_and_loops
     traced = jax.jit(divided).trace(some(2, 16, 16), some(4, 12, 16))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("__gpu$xla.gpu.triton") >= 2 * 2  # in the branch, and in the loop
+
+
+def test_gradients_of_equal_sizes_have_equal_code_whichever_line_calls_their_products(monkeypatch):
+    monkeypatch.undo()
+    limits = triton_products.limits_of((9, 0), "NVIDIA H100 80GB HBM3")
+    products = (partial(each, limits=limits) for each in KERNELS["triton"])
+    times = product(Kernel(*products))
+
+    def gated(x, w, v, sizes):
+        gate = times(x, w, sizes)
+        up = times(x, v, sizes)
+        return gate * up
+
+    def gradients(x, w, v, sizes):
+        y, pull = jax.vjp(partial(gated, sizes=sizes), x, w, v)
+        return pull(y)
+
+    some = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    shapes = some(4, 16), some(2, 16, 16), some(2, 16, 16), jax.ShapeDtypeStruct((2,), "int32")
+    text = jax.jit(gradients).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    codes = re.findall(r' ir = "(.*?)", name = "grouped_', text)
+    assert len(codes) == 6
+    assert len(set(codes)) == 3  # rows, rows of the transposed matrix, weights
 
 
 @needs_cuda_plugin

@@ -93,7 +93,8 @@ def last_uses(entries: Sequence[PlanEntry], keep: Collection[Key]) -> list[tuple
     for entry in reversed(entries):
         touched = dict.fromkeys(entry.reads + entry.writes)
         found.append(tuple(key for key in touched if key not in live))
-        live = (live - set(entry.writes)) | set(entry.reads)
+        live.difference_update(entry.writes)
+        live.update(entry.reads)
     return found[::-1]
 
 

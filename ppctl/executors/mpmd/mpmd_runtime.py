@@ -169,7 +169,10 @@ class Runtime:
         live = [Counter[str]() for _ in self.submeshes]
         peak = [Counter[str]() for _ in self.submeshes]
         where: dict[Key, int] = {}
-        size = {key: shard_bytes(tree) for key, tree in shapes.items()}
+        # runs of a program write values of one tree of shapes
+        trees = {id(tree): tree for tree in shapes.values()}
+        bytes_of = {number: shard_bytes(tree) for number, tree in trees.items()}
+        size = {key: bytes_of[id(tree)] for key, tree in shapes.items()}
         for entry, drop, temp in zip(entries, freed, temps, strict=True):
             for key in self._passed_on(entry, drop):
                 live[where.pop(key)][key[0]] -= size[key]

@@ -214,10 +214,11 @@ def _layer_slots(
     stack: Stack, layout: Layout, v: int, count: jax.Array, numbers: jax.Array
 ) -> LayerSlots | None:
     """Return the layer slots of chunk v on this rank: `count` layers with these numbers."""
+    least = int(layout.counts[v].min())
     if stack.are_alike:
-        return None if layout.is_even else LayerSlots(count)
+        return None if layout.is_even else LayerSlots(count, least=least)
     number, is_one_of = None if layout.is_even else count, layout.num_chunks > 1
-    return LayerSlots(number, numbers, layout.among(v), is_one_of=is_one_of)
+    return LayerSlots(number, numbers, layout.among(v), is_one_of=is_one_of, least=least)
 
 
 # --- slots and sums that a device carries from tick to tick

@@ -64,6 +64,11 @@ class LayerSlots:
     numbers: range | jax.Array | None = None  # layer number of each slot; None: layers are alike
     among: tuple[tuple[int, ...], ...] = ()  # layers that each slot may hold, if numbers are traced
     is_one_of: bool = False  # whether chunks share stash slots, so that all stashes are packed
+    least: int = 0  # first slots, which hold a layer on every rank
+
+    def may_pad(self, k: Any) -> bool:
+        """Return whether slot k is padding on some rank; True if k is traced and unknown."""
+        return self.count is not None and not (isinstance(k, int) and k < self.least)
 
     def at(self, k: Any) -> tuple[Any, tuple[int, ...]]:
         """Return (the layer in slot k, the layers that it may be if it is traced)."""
@@ -82,7 +87,7 @@ def where_layer(
     slots: LayerSlots | None, k: Any, run: Callable, otherwise: Callable, *args: Any
 ) -> Any:
     """Return run(*args) if slot k holds a layer, else otherwise(*args)."""
-    if slots is None or slots.count is None:
+    if slots is None or not slots.may_pad(k):
         return run(*args)
     return jax.lax.cond(k < slots.count, run, otherwise, *args)
 
@@ -323,7 +328,7 @@ class Stage:
     ) -> tuple[Any, Tree]:
         """Return (gx, dw) of the layer in slot k, or with `total` (gx, total with dw added)."""
         layer = self.layer(slots, k)
-        can_pad = slots is not None and slots.count is not None
+        can_pad = slots is not None and slots.may_pad(k)
         if total is not None and isinstance(layer, LayerPrograms) and not can_pad:
             return layer.add_grads(how, args, total)
         gx, dw = where_layer(slots, k, grads_of(layer, how), skip, *args)

@@ -7,6 +7,7 @@ Shape suffixes: R rows, E experts of this device, D and F widths.
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -17,6 +18,9 @@ from jax.sharding import AbstractMesh
 TALL, WIDE = 128, 256  # maximum rows and columns of a tile; in `weights` both are at most TALL
 ADDS = "grouped_weights"  # name of the kernel that adds its sum to its last operand
 TOGETHER = 8  # row tiles that run in succession, so that w's columns stay in the cache
+# XLA compiles kernels with equal code once, and their code names the source lines that call them.
+# So layers share the trace of a product of the same sizes.
+ONCE = partial(jax.jit, inline=True)
 
 
 class Limits(NamedTuple):
@@ -66,6 +70,7 @@ def tiles(sizes_E: jax.Array, num_rows: int, block: int) -> tuple[jax.Array, jax
     return group.astype(jnp.int32), first.astype(jnp.int32), end
 
 
+@partial(ONCE, static_argnames=("transpose", "limits", "interpret"))
 def rows(
     x: jax.Array,
     w: jax.Array,
@@ -136,6 +141,7 @@ def _place(program: jax.Array, num_tiles: int, num_columns: int) -> tuple[jax.Ar
     return start + program % around % number, program % around // number
 
 
+@partial(ONCE, static_argnames=("limits", "interpret"))
 def weights(
     x: jax.Array,
     y: jax.Array,
