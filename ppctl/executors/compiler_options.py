@@ -1,28 +1,24 @@
-"""XLA compiler options for the devices, presets on CPU, and the memory of compiled programs.
+"""XLA compiler options for the devices, and the memory of compiled programs.
 
 Options apply to each compiled program, not to the process. docs/executors-internals.md,
-"Compiler presets on CPU", has the presets' measurements.
+"Compiler options on CPU", has measurements.
 """
 
 import os
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
 Value = bool | str  # XLA also takes numbers, as text
 Flags = tuple[tuple[str, Value], ...]
 
-# full: XLA's defaults. quick: all code in one LLVM module. once: as quick, but unoptimized, for
-# programs that run once per step.
-CompilerPreset = Literal["full", "quick", "once"]
-
 EMITTERS = "xla_cpu_use_fusion_emitters"  # MLIR's emitters; no option of jaxlib 0.12
-ONE_MODULE = {EMITTERS: False, "xla_cpu_parallel_codegen_split_count": 1}  # one LLVM module
-CPU_OPTIONS: dict[CompilerPreset, dict[str, Any]] = {
-    "full": {},
-    "quick": ONE_MODULE,
-    "once": {**ONE_MODULE, "xla_backend_optimization_level": 0},
+# for CPU programs that run a few times: unoptimized code in one LLVM module
+FEW_RUNS: dict[str, Any] = {
+    EMITTERS: False,
+    "xla_cpu_parallel_codegen_split_count": 1,
+    "xla_backend_optimization_level": 0,
 }
 
 # Options that other libraries set for pipelines on NVIDIA GPUs. Without Triton's matrix
@@ -85,10 +81,15 @@ def text_of(flags: Flags) -> str:
     return " ".join(f"{name}={text(value)}" for name, value in flags)
 
 
-def cpu_options(preset: CompilerPreset) -> dict[str, Any]:
-    """Return a preset's options for XLA's CPU compiler, without options unknown to this jaxlib."""
-    ours = CPU_OPTIONS[preset]
-    return {name: ours[name] for name in ours if name != EMITTERS or _is_known(name, False)}
+def few_runs_options() -> dict[str, Any]:
+    """Return options that compile fast, for programs that run a few times; {} except on CPUs.
+
+    Options that this jaxlib does not know are left out.
+    """
+    if jax.default_backend() != "cpu":
+        return {}
+    is_left_out = lambda name: name == EMITTERS and not _is_known(name, False)  # noqa: E731
+    return {name: value for name, value in FEW_RUNS.items() if not is_left_out(name)}
 
 
 @cache

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ppctl.executors.compiler_options import cpu_options
+from ppctl.executors.compiler_options import few_runs_options
 from ppctl.executors.device_mesh import make_mesh
 from ppctl.executors.model_shapes import Model
 from ppctl.executors.parameter_layout import Layout, layer_specs, shapes_on_device
@@ -31,7 +31,7 @@ COMPILE_FAST = {
 # XLA's older emitters, by which tests compile faster, round a sum otherwise where it is fused with
 # other work
 SAME_BITS = COMPILE_FAST | {
-    option: True for option in cpu_options("quick") if option == "xla_cpu_use_fusion_emitters"
+    option: True for option in few_runs_options() if option == "xla_cpu_use_fusion_emitters"
 }
 SEQ_LEN, VOCAB_SIZE = 8, 32
 TRANSFORMER = {

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ppctl.errors import ConfigError, setting
-from ppctl.executors.compiler_options import cpu_options
+from ppctl.executors.compiler_options import few_runs_options
 from ppctl.executors.reference import reference
 from ppctl.model.stack import Stack, init, num_examples
 from ppctl.training.pipeline.user_code import call_user_code
@@ -95,7 +95,7 @@ def _mean_losses(
         return whole, (of_halves * counts).sum() / counts.sum()
 
     given = jax.tree.map(np.asarray, {name: batch[name] for name in ("inputs", "targets")})
-    options = cpu_options("once") if jax.default_backend() == "cpu" else None
+    options = few_runs_options()
     whole, halved = jax.jit(both).lower(given).compile(options)(given)
     return float(whole), float(halved)
 

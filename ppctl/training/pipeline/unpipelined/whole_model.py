@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ppctl.executors.compiler_options import cpu_options
+from ppctl.executors.compiler_options import few_runs_options
 from ppctl.executors.reference import by_example, outputs_of, reference
 from ppctl.model.random_keys import SEED, key_of_seed, with_example_keys
 from ppctl.model.stack import Stack, divisor, init, num_examples
@@ -130,5 +130,5 @@ def plain_functions(
 
 def compiled_quickly(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the jitted function with options for quick compilation, since it runs a few times."""
-    options = cpu_options("once") if jax.default_backend() == "cpu" else None
+    options = few_runs_options()
     return jax.jit(function, compiler_options=options)
