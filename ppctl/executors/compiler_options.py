@@ -1,7 +1,7 @@
-"""XLA compiler options for the devices, presets on CPU, and the memory of compiled programs.
+"""XLA compiler options for the devices, and the memory of compiled programs.
 
 Options apply to each compiled program, not to the process. docs/executors-internals.md,
-"Compiler presets on CPU", has the presets' measurements.
+"Compiler options on CPU", has measurements.
 """
 
 import os
@@ -14,16 +14,13 @@ import jax
 Value = bool | str  # XLA also takes numbers, as text
 Flags = tuple[tuple[str, Value], ...]
 
-# full: XLA's defaults. quick: all code in one LLVM module. light: as quick, with the least
-# optimization by LLVM, for the initial state: the same bits as with full, in 0.4 of the compile
-# time. once: as quick, but unoptimized, for programs that run once per step.
-CompilerPreset = Literal["full", "quick", "light", "once"]
+# light: for the initial state: one LLVM module with the least optimization, the same bits as with
+# XLA's defaults in 0.4 of the compile time. once: for programs that run a few times: unoptimized.
+CompilerPreset = Literal["light", "once"]
 
 EMITTERS = "xla_cpu_use_fusion_emitters"  # MLIR's emitters; no option of jaxlib 0.12
 ONE_MODULE = {EMITTERS: False, "xla_cpu_parallel_codegen_split_count": 1}  # one LLVM module
 CPU_OPTIONS: dict[CompilerPreset, dict[str, Any]] = {
-    "full": {},
-    "quick": ONE_MODULE,
     "light": {**ONE_MODULE, "xla_backend_optimization_level": 1},
     "once": {**ONE_MODULE, "xla_backend_optimization_level": 0},
 }
@@ -89,7 +86,9 @@ def text_of(flags: Flags) -> str:
 
 
 def cpu_options(preset: CompilerPreset) -> dict[str, Any]:
-    """Return a preset's options for XLA's CPU compiler, without options unknown to this jaxlib."""
+    """Return a preset's options without those unknown to this jaxlib; {} except on CPUs."""
+    if jax.default_backend() != "cpu":
+        return {}
     ours = CPU_OPTIONS[preset]
     return {name: ours[name] for name in ours if name != EMITTERS or _is_known(name, False)}
 
@@ -101,8 +100,7 @@ def compiled_quickly(
 
     options: arguments of `jax.jit`.
     """
-    on_cpu = cpu_options(preset) if jax.default_backend() == "cpu" else None
-    return jax.jit(function, compiler_options=on_cpu, **options)
+    return jax.jit(function, compiler_options=cpu_options(preset), **options)
 
 
 @cache

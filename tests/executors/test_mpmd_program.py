@@ -14,7 +14,7 @@ import pytest
 from support.mpmd_cases import MpmdCase, make_engine
 from support.selection import full
 
-from ppctl.executors import compiler_options as compiler_preset
+from ppctl.executors import compiler_options
 from ppctl.executors.mpmd.dispatch_plan import last_uses
 from ppctl.executors.mpmd.mpmd_runtime import MOST_STARTED
 from ppctl.schedule.costs import task_costs
@@ -216,11 +216,9 @@ def test_the_host_waits_before_a_device_has_as_many_programs_under_way_as_xla_le
 
 
 def test_an_option_that_this_compiler_does_not_have_is_left_out(monkeypatch):
-    assert not compiler_preset._is_known("xla_cpu_no_such_option", False)
-    assert compiler_preset._is_known("xla_llvm_disable_expensive_passes", False)
-    engine, _ = make_engine(case_of("1f1b", mesh=(1, 2, 1), num_layers=2))
-    once = {"xla_cpu_no_such_option": False, "xla_backend_optimization_level": 0}
-    monkeypatch.setitem(compiler_preset.CPU_OPTIONS, "once", once)
-    monkeypatch.setattr(compiler_preset, "EMITTERS", "xla_cpu_no_such_option")
-    engine.runtime.options = {}
-    assert engine.runtime._options(None) == {"xla_backend_optimization_level": 0}
+    assert not compiler_options._is_known("xla_cpu_no_such_option", False)
+    assert compiler_options._is_known("xla_llvm_disable_expensive_passes", False)
+    options = {"xla_cpu_no_such_option": False, "xla_backend_optimization_level": 0}
+    monkeypatch.setitem(compiler_options.CPU_OPTIONS, "once", options)
+    monkeypatch.setattr(compiler_options, "EMITTERS", "xla_cpu_no_such_option")
+    assert compiler_options.cpu_options("once") == {"xla_backend_optimization_level": 0}

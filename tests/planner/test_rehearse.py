@@ -20,7 +20,6 @@ from ppctl.planner.cost.planned_step import Machine
 from ppctl.planner.cost.predict_step import step_of
 from ppctl.planner.cost.roofline import Link, Speed
 from ppctl.planner.cost.step_time import op_times
-from ppctl.planner.rehearsal import rank_on_device
 from ppctl.planner.rehearsal import rehearse_ranks as rehearse
 from ppctl.planner.rehearsal.rank_on_device import RankOnDevice, RankTimes, Replicas, time_update
 from ppctl.planner.rehearsal.timed_runs import Timing, examples_of_device
@@ -135,17 +134,6 @@ def test_simulated_devices_run_a_rank_at_once_each_on_values_of_its_own(monkeypa
     clock = iter([1.0, 7.0])
     monkeypatch.setattr(time, "process_time", lambda: next(clock))
     assert on.timed(lambda: None).cpu_s == 3.0  # of one of them
-
-
-@pytest.mark.parametrize(
-    ("executor", "presets"), [(config.Spmd(), []), (config.Mpmd(), ["once"])], ids=["spmd", "mpmd"]
-)
-def test_the_update_is_compiled_as_the_step_compiles_it(executor, presets, monkeypatch):
-    asked = []
-    monkeypatch.setattr(rank_on_device, "cpu_options", lambda preset: asked.append(preset) or {})
-    job = assemble(replace(SMALL, executor=executor), on_one_device=True)
-    assert time_update(job, rehearse.rank_parts(job)[0], 1, on_one()).wall_s > 0
-    assert asked == presets
 
 
 def test_cpu_seconds_that_all_ranks_at_work_share_are_more_for_few():

@@ -31,7 +31,7 @@ COMPILE_FAST = {
 # XLA's older emitters, by which tests compile faster, round a sum otherwise where it is fused with
 # other work
 SAME_BITS = COMPILE_FAST | {
-    option: True for option in cpu_options("quick") if option == "xla_cpu_use_fusion_emitters"
+    option: True for option in cpu_options("once") if option == "xla_cpu_use_fusion_emitters"
 }
 SEQ_LEN, VOCAB_SIZE = 8, 32
 TRANSFORMER = {

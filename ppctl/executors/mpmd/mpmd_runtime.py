@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ppctl.executors.compiler_options import cpu_options, temp_bytes
+from ppctl.executors.compiler_options import temp_bytes
 from ppctl.executors.described_devices import is_described
 from ppctl.executors.model_shapes import shard_bytes
 from ppctl.executors.mpmd.dispatch_plan import Call, Key, PlanEntry, ProgramId, Walk, last_uses
@@ -269,13 +269,6 @@ class Runtime:
             return device.platform
         return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
 
-    def _options(self, program: ProgramId | None) -> dict[str, Any]:
-        """Return the compiler options of a program (None: a crossing); `options` override them."""
-        if self._platform != "cpu":
-            return self.options
-        preset = "once" if program is None else self.programs.preset(program)
-        return cpu_options(preset) | self.options
-
     def _crosses(self, entry: PlanEntry) -> bool:
         """Return whether a move is between processes."""
         assert entry.sender is not None, "only moves have a sender"
@@ -283,26 +276,25 @@ class Runtime:
 
     def _compile(self, entries: Sequence[PlanEntry], shapes: Mapping[Key, Tree]) -> None:
         """Compile missing programs in threads, started in plan order: the same in all processes."""
-        # 1. missing executables by key: (cache, lowered program, mesh, program or None)
-        missing: dict[tuple, tuple[dict, jax.stages.Lowered, Mesh, ProgramId | None]] = {}
+        # 1. missing executables by key: (cache, lowered program, mesh)
+        missing: dict[tuple, tuple[dict, jax.stages.Lowered, Mesh]] = {}
         for entry in entries:
             if entry.program is not None:
                 place = self._place(entry.program, entry.rank)
                 if place not in self.compiled and place not in missing:
                     lowered, devices = self.lower(entry.program), self.submeshes[entry.rank]
-                    missing[place] = self.compiled, lowered, devices, entry.program
+                    missing[place] = self.compiled, lowered, devices
             elif entry.sender is not None and not self.is_described and self._crosses(entry):
                 place = parts, sender, rank = parts_of(shapes[entry.reads[0]]), *entry.ranks
                 if place not in self.crossings:
                     lowered = lower_crossing(self.abstract, parts, self._platform)
                     devices = pair_mesh(self.submeshes[sender], self.submeshes[rank])
-                    missing[place] = self.crossings, lowered, devices, None
+                    missing[place] = self.crossings, lowered, devices
 
         # 2. compile them
         def compiled(key: tuple) -> jax.stages.Compiled:
-            _, lowered, mesh, program = missing[key]
-            devices = tuple(mesh.devices.flat)
-            return lowered.compile(self._options(program), device_assignment=devices)
+            _, lowered, mesh = missing[key]
+            return lowered.compile(self.options, device_assignment=tuple(mesh.devices.flat))
 
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             for key, result in zip(missing, threads.map(compiled, missing), strict=True):

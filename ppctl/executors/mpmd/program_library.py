@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from ppctl.executors.compiler_options import CompilerPreset
 from ppctl.executors.model_shapes import Model
 from ppctl.executors.mpmd.dispatch_plan import ProgramId
 from ppctl.executors.mpmd.fused_tasks import FusedTasks, run_fused
@@ -41,7 +40,7 @@ OF_DEVICE = ("acc", "acc_embed_head", "losses", "stash", "pending", "logits")
 
 
 class ProgramLibrary:
-    """The function, PartitionSpecs, donated arguments and compiler preset of each program.
+    """The function, PartitionSpecs and donated arguments of each program.
 
     param_specs: specs of the parameters, by role of the rank. sum_axes: mesh axes of the sum of
     gradients. once: by kind, functions of the programs that run after the gradients, such as the
@@ -186,14 +185,6 @@ class ProgramLibrary:
         elif program.kind in ("B", "I"):
             replaced += ["gy"] * ("gy" in program.reads and "gx" in program.writes)
         return tuple(replaced)
-
-    def preset(self, program: ProgramId) -> CompilerPreset:
-        """Return the compiler preset of a program on CPU."""
-        if program.kind == "prepare" or program.kind in self.once:
-            return "once"
-        if isinstance(program.shape, FusedTasks):
-            return self.preset(program.shape.programs[0])
-        return "quick" if program.kind in TASKS and not self.model.remat.recomputes else "full"
 
 
 # tasks

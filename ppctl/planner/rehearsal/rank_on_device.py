@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ppctl.errors import ConfigError
-from ppctl.executors.compiler_options import CompilerPreset, cpu_options, temp_bytes
+from ppctl.executors.compiler_options import temp_bytes
 from ppctl.executors.model_shapes import Model
 from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, ProgramId, last_uses
 from ppctl.executors.mpmd.program_library import ProgramLibrary
@@ -42,7 +42,7 @@ class Replicas:
     """Devices that all run the same program at the same time, each on separate values."""
 
     def __init__(self, devices: Sequence[Any]):
-        self.number, self.platform = len(devices), devices[0].platform
+        self.number = len(devices)
         self.mesh = Mesh(np.array(devices), ("replica",))
         self.sharding = NamedSharding(self.mesh, P())
 
@@ -117,7 +117,7 @@ class RankOnDevice:
         self.model = replace(pipe.model, stack=stack, layer_specs=None)  # layers already gathered
         self.on, self.entries = on, entries
         self.library = ProgramLibrary(self.model, {})
-        self.options = partial(_options, job, on)
+        self.options = dict(job.pipe.execution.xla_flags)
         read = (key for entry in entries for key in entry.reads)
         given = {key for key in read if key[0] in ("inputs", "targets", *NUMBERS)}
         self.freed = last_uses(entries, keep={*prepare.writes, *given})
@@ -225,7 +225,7 @@ class RankOnDevice:
 
         # 2. compile in threads
         def compiled(program: ProgramId) -> jax.stages.Compiled:
-            return lowered[program].compile(self.options(self.library.preset(program)))
+            return lowered[program].compile(self.options)
 
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             return dict(zip(lowered, threads.map(compiled, lowered), strict=True))
@@ -242,7 +242,7 @@ def time_update(job: TrainingJob, part: RankPart, runs: int, on: Replicas) -> Ti
     shapes = job.pipe.engine.share(part.prepare.rank)
     trained = trained_part(shapes["params"], job.pipe.stack.options.trainable)
     values = on.put((zeros_like(shapes), zeros_like(trained)))
-    program = on.lowered(update, values, (0, 1)).compile(_options(job, on, "once"))
+    program = on.lowered(update, values, (0, 1)).compile(dict(job.pipe.execution.xla_flags))
 
     def run() -> None:
         nonlocal values
@@ -262,15 +262,8 @@ def time_in_ticks(
     of_rank = rank_arrays(pipe.layout, pipe.ticks, part.prepare.rank)
     arguments = on.put((params, dict(batch), *of_rank))
     function = alone(spmd_of_rank(model, pipe.layout, pipe.ticks), model.axes)
-    program = on.lowered(function, arguments).compile(_options(job, on, "full"))
+    program = on.lowered(function, arguments).compile(dict(pipe.execution.xla_flags))
     return median([on.timed(lambda: program(*arguments)) for _ in range(runs + 1)][1:])
-
-
-def _options(job: TrainingJob, on: Replicas, preset: CompilerPreset) -> dict[str, Any]:
-    """Return the compiler options of a program. preset: for executor=mpmd on CPUs."""
-    execution = job.pipe.execution
-    has_presets = execution.engine.dispatches_tasks and on.platform == "cpu"
-    return (cpu_options(preset) if has_presets else {}) | dict(execution.xla_flags)
 
 
 def staged_layers(model: Model, here: RankRole) -> Tree:

@@ -1,8 +1,10 @@
 """Start JAX with a run's settings: platform, devices, GPU memory, dtype and processes."""
 
 import contextlib
+import ctypes
 import os
 import socket
+import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +34,12 @@ CPU_FLAGS = (  # XLA's default aborts when a simulated device is 40 s late at a 
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
     "--xla_cpu_collective_timeout_seconds=600",
 )
+# parameters of mallopt (glibc's malloc.h), each with its value
+MALLOC_SETTINGS = {
+    -8: 1,  # M_ARENA_MAX: one heap for all threads; those of other threads end at 64 MB
+    -3: 2**30,  # M_MMAP_THRESHOLD: bytes from which on a block is mapped and unmapped alone
+    -1: 2**31 - 1,  # M_TRIM_THRESHOLD: free bytes at the heap's end that are not returned
+}
 
 
 def mesh(*, order: str = "auto", **sizes: int) -> Mesh:
@@ -70,6 +78,8 @@ def start_jax(run: Run, dtype: str, num_devices: int, *, is_away: bool = False) 
     platform = run.platform or ("cpu" if is_away else None)
     if platform is not None:
         jax.config.update("jax_platforms", platform)
+    if platform == "cpu":
+        keep_freed_memory()
     set_memory_fraction(run.memory_fraction)
     set_arithmetic(dtype)
     if run.distributed != "off":
@@ -77,6 +87,20 @@ def start_jax(run: Run, dtype: str, num_devices: int, *, is_away: bool = False) 
     elif not is_away:
         simulate(num_devices)
     all_devices()
+
+
+def keep_freed_memory() -> bool:
+    """Let glibc keep freed memory for later steps; return whether it does.
+
+    By default large blocks are returned to the system. Then each step faults on every page of its
+    temporaries, which takes 3 to 8 % of its CPU seconds (docs/benchmarks.md). This must come before
+    JAX's threads. Environment variables of malloc take precedence.
+    """
+    of_user = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
+    if of_user or sys.platform != "linux":
+        return False
+    set_one = getattr(ctypes.CDLL(None), "mallopt", None)
+    return set_one is not None and all(set_one(*each) for each in MALLOC_SETTINGS.items())
 
 
 def set_arithmetic(dtype: str) -> None:
