@@ -1,4 +1,4 @@
-"""A data set maps indices of examples to arrays; `example_order` orders the indices."""
+"""A data set maps indices of examples to arrays; grain orders the indices and reads ahead."""
 
 import hashlib
 import json
@@ -6,11 +6,12 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from typing import Any
 
+import grain
 import numpy as np
 
-from ppctl.data.example_order import Epochs, ExampleOrder, read_ahead
 from ppctl.errors import DataError
 
 Batch = dict[str, np.ndarray]
@@ -18,6 +19,7 @@ Part = tuple[int, int, float]  # number of training examples, number of held-out
 
 ORDER_VERSION = 1  # part of every fingerprint: raise it when a change of code changes batches
 EVAL_ORDER_SEED = 0  # not the run's seed, so that all seeds are evaluated on the same text
+READ_AHEAD = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,9 @@ class DataSet:
 
     def examples_of(self, step: int) -> list[int]:
         """Return the indices of the batch_size examples in global batch `step`, in order."""
-        return self._order().at(self._places(step, range(self.batch_size))).tolist()
+        order: Any = self._order()
+        first = step * self.batch_size
+        return [int(order[first + row]) for row in range(self.batch_size)]
 
     def eval_batches(self, num_batches: int, rows: Sequence[int] | None = None) -> Iterator[Batch]:
         """Yield `rows` of the first num_batches held-out batches, the same for every seed.
@@ -101,47 +105,56 @@ class DataSet:
     def _parts(self) -> Sequence[Part]:
         return self.mixture or ((self.num_examples, self.num_eval_examples, 1.0),)
 
-    def _order(self) -> ExampleOrder:
-        """Return the endless order of the training examples."""
-        seeds: list[int | None] = [None] * len(self._parts)
-        if self.is_shuffled:
-            keys = [(i,) for i in range(len(self.mixture))] if self.mixture else [()]
-            seeds = [_order_seed(self.seed, *key) for key in keys]
-        return _in_parts(0, [number for number, _, _ in self._parts], seeds, self._parts)
-
-    def _places(self, step: int, rows: Sequence[int]) -> np.ndarray:
-        """Return the places of a batch's rows in the order."""
-        return step * self.batch_size + np.array(rows, np.int64)
+    def _order(self) -> grain.MapDataset[int]:
+        """Return the endless sequence of the training examples' indices."""
+        bounds = np.cumsum([0, *(num for num, _, _ in self._parts)]).tolist()
+        orders = []
+        for i, (first, last) in enumerate(pairwise(bounds)):
+            order = grain.MapDataset.range(first, last)
+            if self.is_shuffled:
+                order = order.shuffle(seed=_order_seed(self.seed, *((i,) if self.mixture else ())))
+            orders.append(order.repeat())
+        return mixed(orders, [weight for _, _, weight in self._parts])
 
     def _in_order(
-        self, order: ExampleOrder, steps: range, rows: Sequence[int] | None
+        self, order: grain.MapDataset[int], steps: range, rows: Sequence[int] | None
     ) -> Iterator[Batch]:
         rows = range(self.batch_size) if rows is None else rows
         assert all(0 <= row < self.batch_size for row in rows), (rows, self.batch_size)
 
-        return read_ahead(lambda step: self.read(order.at(self._places(step, rows))), steps)
+        def batch(step: int) -> Batch:
+            first = step * self.batch_size
+            return self.read(np.array([order[first + row] for row in rows], dtype=np.int64))
+
+        order[0]  # grain sets up its counters on the first access, which is not thread-safe
+        numbers = grain.MapDataset.range(steps.start, steps.stop)
+        return iter(numbers.map(batch).to_iter_dataset(READ_AHEAD))
 
 
-def held_out_of(first: int, mixture: Sequence[Part]) -> ExampleOrder:
-    """Return the order of the held-out examples, whose indices start at `first`.
+def held_out_of(first: int, mixture: Sequence[Part]) -> grain.MapDataset[int]:
+    """Return the sequence of the held-out examples' indices, which start at `first`.
 
-    A mixture's order has a `length`: it ends when one of its parts is used up.
+    A mixture ends when one of its parts is used up.
     """
-    seeds = [EVAL_ORDER_SEED] * len(mixture)
-    return _in_parts(first, [number for _, number, _ in mixture], seeds, mixture)
+    bounds = np.cumsum([first, *(num for _, num, _ in mixture)]).tolist()
+    ranges = [grain.MapDataset.range(a, b) for a, b in pairwise(bounds)]
+    orders = [numbers.shuffle(seed=EVAL_ORDER_SEED) for numbers in ranges]
+    return mixed(orders, [weight for _, _, weight in mixture])
 
 
-def _in_parts(
-    first: int, numbers: Sequence[int], seeds: Sequence[int | None], parts: Sequence[Part]
-) -> ExampleOrder:
-    """Return the order of consecutive parts of `numbers` examples, mixed by the parts' weights."""
-    bounds = np.cumsum([first, *numbers]).tolist()
-    epochs = (Epochs(*each) for each in zip(bounds, numbers, seeds, strict=False))
-    return ExampleOrder(tuple(epochs), tuple(weight for _, _, weight in parts))
+def mixed(
+    orders: Sequence[grain.MapDataset[int]], weights: Sequence[float]
+) -> grain.MapDataset[int]:
+    """Return one sequence of indices, mixed from several by weight; a single one is unchanged."""
+    if len(orders) == 1:
+        return orders[0]
+    for order in orders:
+        order[0]  # grain sets up its counters on the first access, which is not thread-safe
+    return grain.MapDataset.mix(orders, weights)
 
 
 def _order_seed(seed: int, *part: int) -> int:
-    # epoch e is shuffled with seed+e: without a hash, epoch 1 of seed 0 = epoch 0 of seed 1.
+    # grain shuffles epoch e with seed+e: without a hash, epoch 1 of seed 0 = epoch 0 of seed 1.
     return int(np.random.SeedSequence(seed, spawn_key=part).generate_state(1)[0])
 
 

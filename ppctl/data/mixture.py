@@ -61,7 +61,7 @@ def mixture(
         source=f"data=mixture: {'; '.join(texts)}",
         fingerprint=fingerprint(**order, parts=digests, weights=weights),
         num_examples=sum(trained),
-        num_eval_examples=held_out_of(sum(trained), mixed).length if eval_fraction > 0 else 0,
+        num_eval_examples=len(held_out_of(sum(trained), mixed)) if eval_fraction > 0 else 0,
         read=read,
         vocab_size=sets[0].vocab_size,
         is_packed=sets[0].is_packed,

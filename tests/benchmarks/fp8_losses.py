@@ -31,13 +31,11 @@ def trained(directory: Path, name: str, num_steps: int) -> tuple[list[float], fl
     command += [f"run.num_steps={num_steps}", "run.log_every=1", "run.profile=null"]
     command += [f"run.dir={directory / name}", "run.checkpoint.every=1000"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    records = map(json.loads, (directory / name / "metrics.jsonl").read_text().splitlines())
-    losses, evaluated = [], 0.0
-    for record in records:
-        if "loss" in record:
-            losses.append(record["loss"])
-        evaluated = record.get("eval_loss", evaluated)
-    return losses, evaluated
+    def recorded(file: str, key: str) -> list[float]:
+        lines = (directory / name / file).read_text().splitlines()
+        return [json.loads(line)[key] for line in lines]
+
+    return recorded("metrics.jsonl", "loss"), recorded("eval.jsonl", "eval_loss")[-1]
 
 
 def means(values: list[float]) -> list[tuple[int, float]]:

@@ -14,8 +14,7 @@ import time
 import numpy as np
 import pytest
 
-from ppctl.data.dataset import num_held_out
-from ppctl.data.example_order import NUM_AHEAD
+from ppctl.data.dataset import READ_AHEAD, num_held_out
 from ppctl.errors import DataError
 
 KINDS = "stdlib", "text", "mixture", "tokens", "synthetic", "regression"
@@ -127,7 +126,7 @@ def test_resume_continues_bit_for_bit(build, name):
 def test_resume_reads_nothing_before_its_step(build, name):
     dataset, reads = recorded(build(name))
     take(dataset.batches(10**12), 1)
-    assert 1 <= len(reads) <= 1 + NUM_AHEAD
+    assert 1 <= len(reads) <= 1 + READ_AHEAD.prefetch_buffer_size
 
 
 @of_one_part
@@ -268,10 +267,10 @@ def test_no_fraction_is_proposed_where_none_is_large_enough(build):
 def test_a_dropped_iterator_stops_its_threads(build):
     iterator = build("regression").batches()
     next(iterator)
-    assert any(thread.name.startswith("ppctl-read") for thread in threading.enumerate())
+    assert any(thread.name.startswith("grain-prefetch") for thread in threading.enumerate())
     del iterator
     deadline = time.monotonic() + 10
-    while any(thread.name.startswith("ppctl-read") for thread in threading.enumerate()):
+    while any(thread.name.startswith("grain-prefetch") for thread in threading.enumerate()):
         assert time.monotonic() < deadline, "threads are still there"
         time.sleep(0.01)
 

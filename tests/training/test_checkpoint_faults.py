@@ -13,8 +13,7 @@ from support.checkpoints import abstract, assert_bit_equal, mesh, message, saved
 from support.files import full_disk
 from support.selection import full_except
 
-from ppctl.errors import CheckpointError, ConfigError
-from ppctl.training.checkpoint import orbax_io
+from ppctl.errors import CheckpointError
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.checkpoint.manifest import digest
 
@@ -181,11 +180,3 @@ def test_a_directory_that_vanishes_is_an_error_of_the_next_save(tmp_path):
             f"Checkpoint {directory / '1'} could not be written: No such file or directory; no "
             "checkpoint is finished. Use another run.dir, or make this one writable."
         )
-
-
-def test_a_missing_orbax_is_an_error_before_anything_is_trained(monkeypatch, tmp_path):
-    monkeypatch.setattr(orbax_io, "find_spec", lambda name: None)
-    with pytest.raises(
-        ConfigError, match=r"^Checkpoints need the package orbax-checkpoint. Instal"
-    ):
-        Checkpoints(tmp_path, keep=1)

@@ -9,12 +9,13 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import jax
 import numpy as np
+from orbax.checkpoint import v1 as ocp
 
 from ppctl.errors import CheckpointError, DamagedError, SaveError
 from ppctl.model.lora import Lora, merged
@@ -65,12 +66,12 @@ class Checkpoints:
         self.directory = Path(directory).absolute()  # Orbax refuses relative paths
         self._keep, self._keep_every, self._gather = keep, keep_every, gather
         self._saved = saved
-        self._checkpointer: Any = None  # Orbax's writer, or None
+        self._writing, self._reading = orbax_io.contexts(SAVE_TIMEOUT_S)
+        self._checkpointer: ocp.training.Checkpointer | None = None
         self._pending: tuple[int, Any] | None = None  # step and Orbax's response of a save
         self._current: int | None = None  # the step whose state was last saved or restored
         self._aside = set[int]()  # steps set aside: a shared file system may still list them
         orbax_io.silence_orbax()
-        orbax_io.check_installed()
         if keep is None:
             return
         cannot = f"Checkpoints cannot be written to {self.directory}"
@@ -168,8 +169,8 @@ class Checkpoints:
         """
         manifest = self._manifest(step)
         try:
-            with self._contexts.reading:
-                described = orbax_io.v1().checkpointables_metadata(str(self._path(step)))
+            with self._reading:
+                described = ocp.checkpointables_metadata(str(self._path(step)))
             stored = described.metadata["state"]["params"]
         except Exception as error:  # Orbax has no error class for unreadable files
             what = "the description of its arrays is damaged"
@@ -180,7 +181,7 @@ class Checkpoints:
             wanted = jax.tree.map(
                 lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), stored
             )
-        self._contexts.reading.pytree.loading.partial_load = True
+        self._reading.pytree.loading.partial_load = True
         state = self._load(step, {"state": {"params": wanted}})["state"]
         self._check(step, manifest, state)
         return state["params"]
@@ -253,21 +254,16 @@ class Checkpoints:
         finally:
             self._shut()
 
-    @cached_property
-    def _contexts(self) -> orbax_io.Contexts:
-        return orbax_io.contexts(SAVE_TIMEOUT_S)
-
-    def _opened(self) -> Any:
+    def _opened(self) -> ocp.training.Checkpointer:
         """Open Orbax's writer, which removes the remains of interrupted saves; return it."""
         assert self._keep is not None
-        training = orbax_io.v1().training
-        policies = training.preservation_policies
+        policies: Any = ocp.training.preservation_policies
         kept = [policies.LatestN(self._keep)]
         if self._keep_every is not None:
             kept.append(policies.EveryNSteps(self._keep_every))
-        return training.Checkpointer(
+        return ocp.training.Checkpointer(
             str(self.directory),
-            context=self._contexts.writing,
+            context=self._writing,
             preservation_policy=policies.AnyPreservationPolicy(kept),
             cleanup_tmp_directories=True,
         )
@@ -327,8 +323,8 @@ class Checkpoints:
                 return CheckpointError(f"{what}. Name a newer one, or raise run.checkpoint.keep.")
             return self._damaged(step, reason)
 
-        with self._together(failed), self._contexts.reading:
-            return orbax_io.v1().load_checkpointables(str(path), items)
+        with self._together(failed), self._reading:
+            return ocp.load_checkpointables(str(path), items)
 
     def _path(self, step: int) -> Path:
         """Return the directory of `step`. CheckpointError if there is no such checkpoint."""

@@ -1,7 +1,4 @@
-"""Orbax for checkpoints: its settings, one-line errors, and no output on the terminal.
-
-Orbax is imported at the first save or restore, so that the first step does not wait for it.
-"""
+"""Orbax for checkpoints: its settings, one-line errors, and no output on the terminal."""
 
 import errno
 import functools
@@ -11,12 +8,10 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
-from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-
-from ppctl.errors import ConfigError
+from orbax.checkpoint import v1 as ocp
 
 # Temporary faults of the machine, not of the files: reading may succeed later.
 _ERRNOS = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE)
@@ -26,34 +21,12 @@ PASSING = re.compile(
 )
 
 
-class Contexts(NamedTuple):
-    """Orbax's settings for writing and for reading."""
-
-    writing: Any
-    reading: Any
-
-
-def check_installed() -> None:
-    """Raise ConfigError if Orbax is not installed: before training, not at the first save."""
-    if find_spec("orbax") is None or find_spec("orbax.checkpoint") is None:
-        remedy = "Install it: pip install orbax-checkpoint."
-        raise ConfigError(f"Checkpoints need the package orbax-checkpoint. {remedy}")
-
-
-def v1() -> Any:
-    """Import Orbax's API of version 1 and return it."""
-    from orbax.checkpoint import v1
-
-    return v1
-
-
-def contexts(timeout_s: int) -> Contexts:
+def contexts(timeout_s: int) -> tuple[ocp.Context, ocp.Context]:
     """Return Orbax's contexts for writing and for reading, with `meta` as a JSON file.
 
     Each process reads separately: in a joint read, a process that finds a damaged file would leave
     the others waiting.
     """
-    ocp = v1()
     registry = ocp.handlers.local_registry()
     registry.add(ocp.handlers.JsonHandler, checkpointable_name="meta")
     writing, reading = ocp.Context(), ocp.Context()
@@ -62,7 +35,7 @@ def contexts(timeout_s: int) -> Contexts:
     if jax.process_count() > 1:
         reading.multiprocessing.primary_host = jax.process_index()
         reading.multiprocessing.active_processes = {jax.process_index()}
-    return Contexts(writing, reading)
+    return writing, reading
 
 
 def error_reason(error: BaseException) -> str:
