@@ -72,7 +72,11 @@ def pytest_collection_finish():
 
 
 # programs; the search for doctests would import them, and torch
-collect_ignore = ["support/mpmd_worker.py", "benchmarks/pytorch_step.py"]
+collect_ignore = [
+    "support/mpmd_worker.py",
+    "benchmarks/pytorch_step.py",
+    "benchmarks/pytorch_pipeline.py",
+]
 collect_ignore_glob = [
     "*conftest.py"
 ]  # the search for doctests would import each as the one module `conftest`
