@@ -31,6 +31,7 @@ def trained(directory: Path, name: str, num_steps: int) -> tuple[list[float], fl
     command += [f"run.num_steps={num_steps}", "run.log_every=1", "run.profile=null"]
     command += [f"run.dir={directory / name}", "run.checkpoint.every=1000"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
     def recorded(file: str, key: str) -> list[float]:
         lines = (directory / name / file).read_text().splitlines()
         return [json.loads(line)[key] for line in lines]

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from pytorch_step import Block, angles_of
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZBVZeroBubble
 
@@ -26,43 +27,17 @@ BATCH, MICROBATCHES, RANKS = 32, 8, 4
 WARM_UP = 4  # steps that are not counted
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm_1, self.norm_2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x, cos, sin):
-        B, T, _ = x.shape
-        qkv = self.qkv(self.norm_1(x)).view(B, T, 3, HEADS, WIDTH // HEADS)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(B, T, WIDTH))
-        return x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
-
-
 class Stage(nn.Module):
     """Consecutive blocks, with the embedding on the first stage and the head on the last."""
 
     def __init__(self, index: int, number: int):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH) if index == 0 else None
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS // number))
+        self.blocks = nn.ModuleList(Block(WIDTH, HEADS) for _ in range(LAYERS // number))
         is_last = index == number - 1
         self.norm = nn.RMSNorm(WIDTH) if is_last else None
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False) if is_last else None
-        half = WIDTH // HEADS // 2
-        angles = torch.outer(torch.arange(TOKENS), 10000.0 ** (-torch.arange(half) / half))
-        angles = torch.cat((angles, angles), dim=-1)
+        angles = angles_of(WIDTH, HEADS, TOKENS)
         self.register_buffer("cos", angles.cos())
         self.register_buffer("sin", angles.sin())
 

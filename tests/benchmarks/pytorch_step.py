@@ -25,34 +25,40 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self, width: int, heads: int):
         super().__init__()
-        self.norm_1, self.norm_2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x, cos, sin):
-        B, T, _ = x.shape
-        qkv = self.qkv(self.norm_1(x)).view(B, T, 3, HEADS, WIDTH // HEADS)
+        B, T, D = x.shape
+        qkv = self.qkv(self.norm_1(x)).view(B, T, 3, self.heads, D // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(B, T, WIDTH))
+        x = x + self.out(mixed.transpose(1, 2).reshape(B, T, D))
         return x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
+
+
+def angles_of(width: int, heads: int, tokens: int) -> torch.Tensor:
+    """Return the angles of rotary positions, [tokens, width of a head]."""
+    half = width // heads // 2
+    angles = torch.outer(torch.arange(tokens), 10000.0 ** (-torch.arange(half) / half))
+    return torch.cat((angles, angles), dim=-1)
 
 
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block(WIDTH, HEADS) for _ in range(LAYERS))
         self.norm = nn.RMSNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        half = WIDTH // HEADS // 2
-        angles = torch.outer(torch.arange(TOKENS), 10000.0 ** (-torch.arange(half) / half))
-        angles = torch.cat((angles, angles), dim=-1)
+        angles = angles_of(WIDTH, HEADS, TOKENS)
         self.register_buffer("cos", angles.cos().bfloat16())
         self.register_buffer("sin", angles.sin().bfloat16())
 
