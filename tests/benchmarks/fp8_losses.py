@@ -55,14 +55,13 @@ def main(num_steps: int) -> None:
         print(f"{name:20} {mean(losses[-MEAN_OF:]):14.4f} {evaluated:11.4f} {worst:16.4f}")
     lines = {name: means(losses) for name, (losses, _) in found.items()}
     whole = dict(lines["float32"])
-    others = {
-        name: [(step, value - whole[step]) for step, value in line]
+    apart = {
+        name: [(step, abs(value - whole[step])) for step, value in line]
         for name, line in lines.items()
-        if name != "float32"
     }
     drawn = [
         Panel(f"loss, mean of {MEAN_OF} steps", "nats a token", lines),
-        Panel("difference from float32", "nats a token", others),
+        Panel("absolute difference from float32", "nats a token", apart),
     ]
     PICTURE.write_bytes(panels("recipes=stdlib_2x4, same seed", drawn, "step", "svg"))
 

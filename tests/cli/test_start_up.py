@@ -8,14 +8,7 @@ import pytest
 from support.environment import BY_USER
 
 PATH = {"PYTHONPATH": os.pathsep.join(sys.path)}
-LATE = (
-    "tensorboardX",
-    "matplotlib",
-    "flax",
-    "pyarrow",
-    "tokenizers",
-    "optuna",
-)
+LATE = ("tensorboardX", "matplotlib", "flax", "pyarrow", "tokenizers", "optuna")
 NO_JAX = "jax", "numpy", "optax", "hydra", "omegaconf"
 
 

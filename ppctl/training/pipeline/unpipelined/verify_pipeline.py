@@ -103,10 +103,7 @@ def verify(pipe: Pipeline, batch: Mapping[str, Any], seed: int | None = None) ->
 
 
 def verify_gradients(
-    pipe: Pipeline,
-    plain: tuple[Mapping[str, np.ndarray], Tree],
-    state: Tree,
-    batch: Tree,
+    pipe: Pipeline, plain: tuple[Mapping[str, np.ndarray], Tree], state: Tree, batch: Tree
 ) -> Verification:
     """Return the comparison of loss and gradients of a batch; `state` stays usable.
 
