@@ -5,7 +5,6 @@ heads, H width of a head. Matrix products are two-dimensional, [M, in] @ [in, ou
 twice as fast as contracting with head dimensions in the weights.
 """
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -209,7 +208,7 @@ class Block:
         """Return the matrix product of a linear map: in 8 bits if its sizes say so."""
         recipe, tp = self.sizes.linear_dtype, ("tp",) if self.axes.tp > 1 else ()
         if recipe is None or name not in FP8_MAPS:
-            return operator.matmul
+            return jnp.matmul
         return product(recipe, "inputs" if name in ROW_MAPS else "outputs", tp)
 
     def _linear(

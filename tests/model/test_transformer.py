@@ -261,3 +261,15 @@ def test_rotary_positions_concatenate_nothing():
     }
     assert "rev" in found
     assert "concatenate" not in found
+
+
+def test_a_program_holds_one_copy_of_the_rotary_tables():
+    step = reference(make(), num_microbatches=1, remat="layer", dtype=jnp.float64)
+    inputs, targets = random_tokens()
+    batch = {"inputs": inputs, "targets": targets}
+    text = jax.jit(step).lower(random_params(make()), batch).as_text()
+    constants = [line for line in text.splitlines() if "stablehlo.constant" in line]
+    for pairs in (1, 2):  # cosines, signed sines
+        assert (
+            sum(f"tensor<{T}x1x{pairs}x{D // HEADS // 2}xf64>" in line for line in constants) == 1
+        )

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,17 +80,18 @@ Rotate = Callable[..., jax.Array]  # (x [B, T, N, H], rope, axes of the stage) -
 
 def rotate(x_BTNH: jax.Array, rope: Rope, axes: StageAxes = WHOLE) -> jax.Array:
     """Return x with pair (i, i + H/2) at position t turned by t times its frequency."""
-    tables = _tables(rope, x_BTNH.shape[1] * axes.cp, x_BTNH.shape[-1])
-    cos, sin = (own_tokens(jnp.asarray(table, x_BTNH.dtype), axes, dim=0) for table in tables)
+    # as NumPy arrays: a program holds one copy of them for all layers
+    tables: Any = _tables(rope, x_BTNH.shape[1] * axes.cp, x_BTNH.shape[-1], x_BTNH.dtype)
+    cos, sin = (own_tokens(table, axes, dim=0) for table in tables)
     return _turned(x_BTNH, cos, sin)
 
 
 def rotate_at(x_BTNH: jax.Array, rope: Rope, first: jax.Array, num_positions: int) -> jax.Array:
     """Return x turned for the positions first, first + 1, ...; first + T <= num_positions."""
     # slice exact tables: angles computed from `first`, which is traced, would have rounding errors
-    tables = _tables(rope, num_positions, x_BTNH.shape[-1])
+    tables = _tables(rope, num_positions, x_BTNH.shape[-1], x_BTNH.dtype)
     take = partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=x_BTNH.shape[1])
-    return _turned(x_BTNH, *(take(jnp.asarray(table, x_BTNH.dtype)) for table in tables))
+    return _turned(x_BTNH, *map(take, tables))
 
 
 def _turned(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -107,9 +109,11 @@ def _turned(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 @lru_cache(8)  # tables are read in several traces of each layer
-def _tables(rope: Rope, num_tokens: int, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
+def _tables(
+    rope: Rope, num_tokens: int, head_dim: int, dtype: np.dtype
+) -> tuple[np.ndarray, np.ndarray]:
     """Return (cosines [T, 1, 1, H/2], signed sines [T, 1, 2, H/2]) as constants, in NumPy."""
     frequencies = rope.frequencies(round(rope.fraction * head_dim))
     angles = np.arange(num_tokens)[:, None, None, None] * frequencies
     cos, sin = np.cos(angles) * rope.magnitude, np.sin(angles) * rope.magnitude
-    return cos, np.concatenate([-sin, sin], axis=-2)
+    return cos.astype(dtype), np.concatenate([-sin, sin], axis=-2).astype(dtype)

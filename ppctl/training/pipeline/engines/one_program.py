@@ -159,12 +159,14 @@ class OneProgram:
 
     def loss_and_grads(self, state: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
         """Return (mean loss, gradients in natural order) of a batch."""
-        return self._natural_grads(state["params"], batch | self._seed_key, state["step"])
+        with_keys, loss_and_grads, to_natural = self._of_gradients
+        batch = with_keys(batch | self._seed_key, state["step"])
+        losses, grads = loss_and_grads(state["params"], batch)
+        return losses[LOSS], to_natural(grads)
 
     @cached_property
-    def _natural_grads(self) -> Callable[[Tree, Tree, jax.Array], tuple[jax.Array, Tree]]:
-        def of(params: Tree, batch: Tree, step: jax.Array) -> tuple[jax.Array, Tree]:
-            losses, grads = self.loss_and_grads_of(params, with_example_keys(batch, step))
-            return losses[LOSS], self.states.layout.to_natural(grads)
-
-        return compiled_quickly(of)
+    def _of_gradients(self) -> tuple[Callable[..., Any], ...]:
+        # not one program: simulated devices would run the collectives that put gradients in order
+        # among those that compute others, each device in another order, and wait for each other
+        functions = with_example_keys, self.loss_and_grads_of, self.states.layout.to_natural
+        return tuple(map(compiled_quickly, functions))
