@@ -28,7 +28,7 @@ AWAY_FROM_TPU = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
 }
 AWAY_FROM_GPU = "--xla_gpu_autotune_level=0"  # autotuning would time kernels on a device
-CUDA_VERSION = "12.8.0"  # of a described GPU's driver, runtime and toolkit
+CUDA_VERSION = "12.8.0"  # version of driver, runtime and toolkit on a described GPU
 CUDA_PLUGINS = ("xla_cuda12", "xla_cuda13")
 
 

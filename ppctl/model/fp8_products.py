@@ -11,11 +11,12 @@ fp8_by_microbatch | of all rows, a microbatch's on a   | all three              
 A matrix has a scale for each output, or, if tp divides its inputs, for each input. So a device has
 the scales of its shard without communication. The same 8-bit values serve both products: scales
 along the contracted dim multiply the other operand before it is rounded. These scales are the same
-in every microbatch and on every mesh, so fp8 trains the same function on every layout. XLA's
-rounding to bfloat16 may still differ from program to program, as it does without fp8.
-Sources:
-Micikevicius et al. 2022 (formats); torchao's recipe rowwise_with_gw_hp (the gradient of w in the
-dtype of compute).
+in every microbatch and on every mesh, so fp8 trains the same function on every layout. But XLA's
+rounding in float32 and bfloat16 differs from program to program, so that some values near the
+middle of two 8-bit numbers are rounded to the other one.
+
+Sources: Micikevicius et al. 2022 (formats); torchao's recipe rowwise_with_gw_hp (the gradient of w
+in the dtype of compute).
 
 Shape suffixes: M rows, K inputs, N outputs.
 """
@@ -42,9 +43,9 @@ def scale_of(
 ) -> jax.Array:
     """Return the scales of `a` for `dtype`, float32 powers of 2, with `dims` of size 1.
 
-    They are the smallest with which the largest absolute value along `dims` and `axes`, rounded to
-    the mantissa of `dtype`, is not above the largest number of `dtype`. So values rounded with
-    these scales have the same scales.
+    A scale is as small as possible without overflow: the largest absolute value along `dims` and
+    `axes`, rounded to the mantissa of `dtype` and divided by the scale, is a number of `dtype`. So
+    values rounded with these scales have the same scales.
 
     >>> scale_of(jnp.array([[3.0, 448.0], [0.5, -0.875]]), (1,)).ravel().tolist()
     [1.0, 0.001953125]

@@ -6,11 +6,13 @@ import itertools
 import re
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import pytest
 from support.equality import TOLERANCE, difference, make, make_batch, make_pipe
 from support.selection import full
 
 import ppctl
+from ppctl import cli
 from ppctl.config import Transformer
 from ppctl.errors import ConfigError
 from ppctl.training.run.run_lines import linear_text
@@ -77,6 +79,16 @@ def test_lowered_tasks_multiply_in_8_bits(recipe):
     maps = 7  # query, key, value, out, up, gate, down of the stage's layer
     wanted = {"fwd": maps, "bwd_i": maps, "bwd_w": maps if recipe == "fp8_by_microbatch" else 0}
     assert found == {f"{kind} of stage {s}": n for kind, n in wanted.items() for s in range(2)}
+
+
+def test_verify_needs_float64(capsys):
+    pipe = make_pipe(make(**MODEL), make_batch(16, 32), {"pp": 2}, dtype=jnp.float32)
+    with pytest.raises(ConfigError, match=r"^dtype=float32 with .*Use dtype=float64 to verify"):
+        ppctl.verify(pipe, make_batch(16, 32))
+    words = ["recipes=tiny", "model.linear_dtype=fp8", "run.dtype=bfloat16"]
+    assert cli.main(["verify", *words]) == 2
+    message = "ppctl: run.dtype=bfloat16 with model.linear_dtype: roundings to 8 bits hide .*float64"
+    assert re.match(message, capsys.readouterr().err)
 
 
 def test_devices_that_share_a_key_value_head_are_refused():

@@ -24,7 +24,7 @@ step 8/9  loss 1.0
     assert list(readable(printed.splitlines(keepends=True), "1")) == ["step 8/9  loss 1.0\n"]
 
 
-# what XLA printed in processes that lost another one
+# XLA's output in a process after another one was lost
 OTHER_GONE = """\
 E1121 17:04:16.910985   10149 coordination_service_agent.cc:289] Polled an error from coordination service.
 F1121 17:04:16.911191   10149 client.h:80] Terminating process because of fatal errors. \

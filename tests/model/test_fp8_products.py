@@ -86,7 +86,7 @@ def test_a_token_does_not_depend_on_others_but_by_microbatch_it_does():
             for i, whole in enumerate((y, dx))
         ]
         assert same[0] == (recipe == "fp8")
-        assert same[1] or recipe != "fp8"  # e5m2 has so many binades that scales rarely matter
+        assert same[1] or recipe != "fp8"  # scales rarely matter to e5m2, which has 32 binades
 
 
 def test_zeros_stay_zeros_and_what_is_not_finite_stays_visible():
@@ -106,7 +106,7 @@ def test_zeros_stay_zeros_and_what_is_not_finite_stays_visible():
 
 
 def test_values_above_the_scales_largest_are_clipped():
-    # as in bfloat16, where XLA may round the values that the scale is computed from, and no others
+    # in bfloat16 XLA may compute the scale from rounded values, and divide unrounded ones by it
     scale = scale_of(jnp.array([[1.8125]]), (1,))
     assert float(rounded_to(jnp.array([[1.8156]]), scale)[0, 0]) == 448
 

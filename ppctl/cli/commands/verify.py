@@ -21,6 +21,7 @@ from ppctl.training.pipeline.unpipelined.verify_pipeline import (
     Leaf,
     Number,
     Verification,
+    check_comparable,
     verify_gradients,
     worst_of,
 )
@@ -55,6 +56,7 @@ def verify(config: Config, *, as_json: bool) -> int:
     """Compare gradients and train steps; return 0 if all are within the tolerance, else 1."""
     unkept = keep_compiled(config.run.compilation_cache)
     job = assemble_to_verify(config)
+    check_comparable(job.pipe)
     notes = [note for note in (unkept, *check_job(job)) if note is not None]
     plain = plain_model(job)
     state = job.pipe.init()  # initial state, for gradients and steps

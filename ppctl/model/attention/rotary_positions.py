@@ -80,7 +80,7 @@ Rotate = Callable[..., jax.Array]  # (x [B, T, N, H], rope, axes of the stage) -
 
 def rotate(x_BTNH: jax.Array, rope: Rope, axes: StageAxes = WHOLE) -> jax.Array:
     """Return x with pair (i, i + H/2) at position t turned by t times its frequency."""
-    # as NumPy arrays: a program holds one copy of them for all layers
+    # NumPy arrays, so that a program holds one copy of them for all layers
     tables: Any = _tables(rope, x_BTNH.shape[1] * axes.cp, x_BTNH.shape[-1], x_BTNH.dtype)
     cos, sin = (own_tokens(table, axes, dim=0) for table in tables)
     return _turned(x_BTNH, cos, sin)

@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.published.constants import FITTED, Constants
+from benchmarks.published.device_work import work_of_request
 from benchmarks.published.request import DTYPE, Request, requests_of
 from benchmarks.published.rows import Row
-from benchmarks.published.step import chosen, memory_gib, work_of_request
+from benchmarks.published.step import chosen, memory_gib
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.training.pipeline.mfu import mfu
 

@@ -6,31 +6,20 @@ import math
 import operator
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from math import ceil
 
-import jax
-import jax.numpy as jnp
-
 from benchmarks.published.constants import Constants
+from benchmarks.published.device_work import DeviceWork, work_of_request
 from benchmarks.published.request import DTYPE, HOST_DEVICES, Request
-from benchmarks.published.rows import Model
 from benchmarks.published.systems import System
-from ppctl import config as settings
-from ppctl.config.groups.moe_settings import Experts
-from ppctl.executors.model_shapes import Model as CountedModel
-from ppctl.executors.model_shapes import tree_bytes
 from ppctl.executors.parameter_bytes import ParamBytes
-from ppctl.executors.parameter_layout import shapes_on_device
-from ppctl.model.parallel import StageAxes
-from ppctl.model.stack import init
 from ppctl.planner.cost import step_time as timing
 from ppctl.planner.cost.planned_step import Machine, Microbatch, PlannedLayout, Ring, Step
-from ppctl.planner.cost.roofline import Link, ModelWork, Op, PieceWork
+from ppctl.planner.cost.roofline import Link, Op, PieceWork
 from ppctl.planner.cost.step_time import StepTime
 from ppctl.planner.cost.target_devices import speed_of
-from ppctl.planner.cost.task_flops import work_of
 from ppctl.planner.search.layout_candidate import along, shorter
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import BASELINE, FAMILIES
@@ -39,9 +28,6 @@ from ppctl.schedule.mesh_axes import COPY_AXES, MeshSizes
 from ppctl.schedule.piece_times import OpTimes, PieceTimes, costs_of_stages
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.search.placement_costs import peak_activations
-from ppctl.training.pipeline.job import open_data, stack_for
-from ppctl.training.pipeline.known_hardware import described_device, known
-from ppctl.training.pipeline.pipeline_request import divided_stack, shards_in_stages
 
 FLOAT32 = 4
 # of the optimizer, a parameter: gradient, weight, moments read, three written, a norm, a copy
@@ -73,113 +59,6 @@ TAKEN = (
 )
 CONTEXT_GIB = 2.0  # CUDA's and NCCL's own memory
 GIB = 2**30
-
-
-@dataclass(frozen=True)
-class DeviceWork:
-    """A model as one device of a stage computes it."""
-
-    work: ModelWork
-    layer_bytes: int  # of parameters in float32
-    embed_head_bytes: int  # of embedding and head
-    expert_bytes: int = 0  # of a layer, its experts
-
-
-@lru_cache(256)
-def device_work(
-    model: Model,
-    seq: int,
-    ep: int,
-    tp: int,
-    cp: int,
-    rows: bool,
-    flash: bool,
-    gpu: str,
-    linear_dtype: str | None,
-) -> DeviceWork:
-    """Return what one device of a stage computes for an example: traced, nothing runs. ConfigError
-    where it cannot.
-    """
-    transformer = settings.Transformer(
-        num_layers=1,
-        d_model=model.hidden,
-        num_heads=model.heads,
-        num_kv_heads=model.kv_heads,
-        mlp_width=model.ffn,
-        activation="swiglu" if model.gated else "gelu",
-        vocab_size=model.vocab,
-        seq_len=seq,
-        tied=model.tied,
-        attention="cudnn" if flash else "xla",
-        head_dim=model.head_dim,
-        linear_dtype=linear_dtype,
-        moe=_experts(model),
-    )
-    transformer.check()
-    hardware, dtype = known()[gpu], jnp.dtype(DTYPE)
-    data = settings.Synthetic(batch_size=1, vocab_size=model.vocab)
-    config = settings.Config(model=transformer, data=data, hardware=hardware)
-    stack = stack_for(config, open_data(config, sizes_only=True), dtype, described_device(hardware))
-    stack = stack.counted()
-    params = jax.eval_shape(lambda: init(stack, 0))
-    batch = {name: jax.ShapeDtypeStruct((1, seq), jnp.int32) for name in ("inputs", "targets")}
-    axes = StageAxes(ep=ep, tp=tp, cp=cp, sequence_parallel=rows)
-    divided = divided_stack(stack, axes, batch)
-    held = shapes_on_device(params, shards_in_stages(stack, divided, axes)[0])
-    layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), held["layers"])
-    shapes, how = (held["embed_head"], layer, batch), (1, Remat.NONE, 0, dtype, axes)
-    counted = CountedModel(stack.in_shards(divided), *shapes, *how, parts=divided.parts)
-    sizes = tree_bytes(layer), tree_bytes(held["embed_head"]), tree_bytes(layer.get("experts", ()))
-    return DeviceWork(work_of(counted), *sizes)
-
-
-def _experts(model: Model) -> Experts:
-    """Return a model's experts, each of which computes only its tokens, sent by all-to-all."""
-    if model.experts is None:
-        return Experts()
-    return Experts(
-        model.experts,
-        model.top_k,
-        model.expert_ffn,
-        shared_width=model.shared_ffn or None,
-        dispatch="alltoall",
-        capacity=1.0,
-    )
-
-
-def work_of_request(request: Request) -> DeviceWork:
-    row, system = request.row, request.system
-    alone = replace(request.model, layers=1)  # whatever their number
-    if system.flash:
-        alone = _with_heads_of_cudnn(alone, row.tp)
-    return device_work(
-        alone,
-        row.seq,
-        request.ep,
-        row.tp,
-        row.cp,
-        system.sequence_parallel,
-        system.flash,
-        request.hardware.name,
-        request.linear_dtype,
-    )
-
-
-def _with_heads_of_cudnn(model: Model, tp: int) -> Model:
-    """Return the model with heads of 128 or 64 numbers, and as many in all, where the counted
-    kernel has no others.
-
-    FlashAttention-2 has heads of up to 256; counts differ by the statistics of each row alone.
-    """
-    width = model.head_width
-    if width <= 128 and width % 8 == 0:
-        return model
-    for wide in (128, 64):
-        if all(heads * width % (wide * tp) == 0 for heads in (model.heads, model.kv_heads)):
-            return replace(
-                model, heads=model.heads * width // wide, kv_heads=model.kv_heads * width // wide
-            )
-    return model
 
 
 def machine_of(request: Request, constants: Constants) -> Machine:

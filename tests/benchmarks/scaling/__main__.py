@@ -1,7 +1,7 @@
 """Plan and compile for 8 to 16,384 described devices: python tests/benchmarks/scaling [--only TEXT].
 
-Each row runs in its own process, one at a time. Results go to a file of JSON lines; rows that it
-has are not measured again, so an interrupted run continues. At the end the tables and the picture
+A new process measures each row, one row at a time. Results go to a file of JSON lines. Rows in the
+file are not measured again, so an interrupted run continues. At the end the tables and the picture
 of docs/benchmarks.md are written (`make bench-scale`). --only: rows whose name has the text.
 """
 

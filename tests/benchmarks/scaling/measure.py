@@ -1,4 +1,4 @@
-"""One row, measured in a process of its own: CPU seconds, peak memory and size of the program."""
+"""One row, measured by a new process: CPU seconds, peak memory and size of the program."""
 
 from __future__ import annotations
 

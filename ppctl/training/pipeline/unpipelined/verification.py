@@ -38,7 +38,7 @@ from ppctl.training.pipeline.unpipelined.whole_model import (
 )
 
 Tree = Any
-MOST_EVAL_BATCHES = 2  # of the default number: two show that an evaluation is a weighted mean
+MOST_EVAL_BATCHES = 2  # batches of a default evaluation: two show that it is a weighted mean
 SHIFTS = (0.0, -1.0, 1.0)  # shifts of the gradients, in tolerances; the first is the oracle
 
 

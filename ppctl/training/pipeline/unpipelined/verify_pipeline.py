@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ppctl.errors import ConfigError, setting
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.stack import Stack
 from ppctl.training.pipeline.call_checks import on_host
@@ -93,13 +94,29 @@ def verify(pipe: Pipeline, batch: Mapping[str, Any], seed: int | None = None) ->
         The comparison; `ok` is whether all errors are within the tolerance.
 
     Raises:
-        ConfigError: The batch has shapes or values that do not fit the pipeline.
+        ConfigError: The batch has shapes or values that do not fit the pipeline, or the model
+            computes in 8 bits and the pipeline not in float64.
     """
+    check_comparable(pipe)
     arrays = on_host(batch, pipe.batch_shapes, pipe.stack)
     state = pipe.init(seed)
     params = initial_params(pipe.stack, pipe.states.seed if seed is None else seed)
     loss_and_grads, _ = plain_functions(*pipe.plain)
     return verify_gradients(pipe, jax.device_get(loss_and_grads(params, arrays, 0)), state, arrays)
+
+
+def check_comparable(pipe: Pipeline) -> None:
+    """Raise ConfigError for 8-bit products outside float64, which no tolerance can compare.
+
+    Other roundings move values over the middle of two 8-bit numbers, and so change a gradient by as
+    much as a wrong schedule would.
+    """
+    if pipe.stack.options.rounded_weights and pipe.dtype != jnp.float64:
+        asked, use = (setting("run.dtype", str(dtype)) for dtype in (pipe.dtype, "float64"))
+        raise ConfigError(
+            f"{asked} with {setting('model.linear_dtype')}: roundings to 8 bits hide differences, "
+            f"except in float64. Use {use} to verify."
+        )
 
 
 def verify_gradients(
