@@ -87,7 +87,9 @@ def test_verify_needs_float64(capsys):
         ppctl.verify(pipe, make_batch(16, 32))
     words = ["recipes=tiny", "model.linear_dtype=fp8", "run.dtype=bfloat16"]
     assert cli.main(["verify", *words]) == 2
-    message = "ppctl: run.dtype=bfloat16 with model.linear_dtype: roundings to 8 bits hide .*float64"
+    message = (
+        "ppctl: run.dtype=bfloat16 with model.linear_dtype: roundings to 8 bits hide .*float64"
+    )
     assert re.match(message, capsys.readouterr().err)
 
 
