@@ -51,6 +51,8 @@ TINY = (
     "run.platform=cpu"
 )
 DATA, TINY_DATA = "data=synthetic data.vocab_size=32000", "data=synthetic data.vocab_size=64"
+FP8 = "model.linear_dtype=fp8"
+EXPERTS = "model.num_layers=8 model.moe.num_experts=8 model.moe.top_k=2 model.moe.width=4096"
 MICROBATCHES = 8
 STEPS, WARM_UP = 14, 4
 LAYOUTS = {  # name: words, the bar of its seconds, of its MFU (full attention counted)
@@ -63,12 +65,21 @@ LAYOUTS = {  # name: words, the bar of its seconds, of its MFU (full attention c
     "reference none": ("executor=reference executor.remat=none", None, None),
     "reference layer": ("executor=reference executor.remat=layer", None, None),
     "spmd none, no flags": ("executor.remat=none executor.xla_flags=none", None, None),
+    "spmd none, fp8": (f"executor.remat=none {FP8}", None, None),
+    "mpmd none, fp8": (f"executor=mpmd executor.remat=none {FP8}", None, None),
+    "experts": (f"executor.remat=none {EXPERTS}", None, None),
 }
 PREDICTED = ("spmd none", "spmd full", "spmd layer", "mpmd none", "reference none")
+PREDICTED += ("spmd none, fp8", "experts")
 RANKS = ("eager_1f1b", "interleaved", "zb_h1")  # of 4 ranks, bar 1.03
+ENGINES = ("executor=spmd", "executor=mpmd schedule=zb_h1")
 STEP_ERROR, MEMORY_ERROR, RANK_RATIO = 0.10, 0.05, 1.03
-KERNEL_ERROR = 0.01  # of bfloat16, relative to the norm
-KERNELS = Path(__file__).with_name("attention_kernels.py")
+KERNEL_SCRIPTS = {  # bar of a kernel's time, as a fraction of a dense product's
+    "attention_kernels.py": None,
+    "expert_kernels.py": at_least(0.7),
+    "fp8_kernels.py": None,
+}
+FP8_STEPS, MEAN_OF, FP8_LOSS = 200, 10, 0.05  # nats; between means of MEAN_OF steps
 
 
 class Bench:
@@ -86,38 +97,21 @@ class Bench:
         the synthetic.
         """
         given = " ".join(words).split()
-        data = (
-            ()
-            if any(word.startswith("data=") for word in given)
-            else (TINY_DATA if self.tiny else DATA).split()
-        )
-        size = [
-            "mesh=1x1",
-            "schedule=1f1b",
-            f"schedule.num_microbatches={MICROBATCHES}",
-            "data.batch_size=16",
-        ]
-        cache = f"run.compilation_cache={self.out / 'cache'}"
-        return list(
-            {
-                word.partition("=")[0]: word for word in [*self.model, *data, *size, cache, *given]
-            }.values()
-        )
+        data = (TINY_DATA if self.tiny else DATA).split()
+        if any(word.startswith("data=") for word in given):
+            data = []
+        size = ["mesh=1x1", "schedule=1f1b", f"schedule.num_microbatches={MICROBATCHES}"]
+        size += ["data.batch_size=16", f"run.compilation_cache={self.out / 'cache'}"]
+        found = {word.partition("=")[0]: word for word in [*self.model, *data, *size, *given]}
+        return list(found.values())
 
     def row(self, what: str, value: float | None, unit: str, command: str, bar: Bar | None = None):
         is_judged = bar is not None and value is not None and not (self.tiny and bar.of_time)
         holds = bar.holds(value) if is_judged else None
         text = "" if bar is None else bar.text
-        row = {
-            "what": what,
-            "value": value,
-            "unit": unit,
-            "bar": text,
-            "holds": holds,
-            "command": command,
-        }
+        row = {"what": what, "value": value, "unit": unit, "bar": text, "holds": holds}
         with (self.out / "rows.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(row | {"command": command}) + "\n")
         shown = "failed" if value is None else f"{value:.4g}"
         state = {None: "", True: "holds", False: "MISSED"}[holds]
         print(f"{what:52} {shown:>10} {unit:10} {text:18} {state}", flush=True)
@@ -157,22 +151,16 @@ class Bench:
     def _train(self, name: str, words: str) -> dict | None:
         run_dir = self.out / name.replace(" ", "_").replace(",", "")
         rmtree(run_dir, ignore_errors=True)
-        quiet = (
-            "run.eval_every=null run.checkpoint.enabled=false run.trackers=[] run.log_every=1000"
-        )
-        asked = ["train", *self.words(words, quiet, f"run.num_steps={STEPS} run.dir={run_dir}")]
+        quiet = f"run.eval_every=null run.checkpoint.enabled=false run.num_steps={STEPS}"
+        quiet += f" run.trackers=[] run.log_every=1000 run.dir={run_dir}"
+        asked = ["train", *self.words(quiet, words)]
         if self.ppctl(name, *asked) is None:
             return None
-        records = [
-            json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()
-        ]
+        records = list(map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()))
         last = records[WARM_UP:]
         keys = ("step_time_s", "mfu_fraction", "mfu_causal_fraction")
-        found = {
-            key: statistics.median(r[key] for r in last)
-            for key in keys
-            if last[0].get(key) is not None
-        }
+        known = [key for key in keys if last[0].get(key) is not None]
+        found = {key: statistics.median(record[key] for record in last) for key in known}
         times = [record["step_time_s"] for record in last]
         found["spread"] = max(times) / min(times) - 1
         found["losses"] = [record["loss"] for record in records]
@@ -188,18 +176,13 @@ def steps(bench: Bench):
             continue
         step_s, mfu = found["step_time_s"], found.get("mfu_fraction")
         bench.row(name, step_s, "s", found["command"], bar_s)
-        bench.row(
-            f"{name}: slowest of {STEPS - WARM_UP} steps over fastest",
-            found["spread"],
-            "",
-            found["command"],
-        )
+        what = f"{name}: slowest of {STEPS - WARM_UP} steps over fastest"
+        bench.row(what, found["spread"], "", found["command"])
         if mfu is not None:
             bench.row(f"{name}: MFU, full attention", mfu, "", found["command"], bar_mfu)
             bench.row(f"{name}: MFU, causal", found["mfu_causal_fraction"], "", found["command"])
-        bench.row(
-            f"{name}: memory compiled", found["memory_bytes"] / 2**30, "GiB", found["command"]
-        )
+        gib = found["memory_bytes"] / 2**30
+        bench.row(f"{name}: memory compiled", gib, "GiB", found["command"])
 
 
 def predictions(bench: Bench):
@@ -226,17 +209,15 @@ def ranks(bench: Bench):
     """
     batch = "data.batch_size=32 schedule.num_microbatches=16"
     words = f"executor.remat=none {batch}"
+    names = ("reference", "spmd")
     whole = [
-        bench.trained(f"{each}, 16 microbatches", f"executor={each} {words}")
-        for each in ("reference", "spmd")
+        bench.trained(f"{each}, 16 microbatches", f"executor={each} {words}") for each in names
     ]
     known = [found["step_time_s"] for found in whole if found is not None]
     if not known:
         return
-    quarter_s = min(known) / 4
-    bench.row(
-        "a quarter of the un-pipelined step", quarter_s, "s", "the better of the two runs above"
-    )
+    quarter_s, of_both = min(known) / 4, "the better of the two runs above"
+    bench.row("a quarter of the un-pipelined step", quarter_s, "s", of_both)
     for schedule in RANKS:
         words = f"mesh=1x4 schedule={schedule} executor.remat=none {batch}"
         found = bench.json_of(f"rehearse {schedule}", "rehearse", words)
@@ -246,22 +227,21 @@ def ranks(bench: Bench):
         # layers are equal, so a rank has a quarter of the work, and the last the head besides
         work = [rank["tasks_s"] + rank["update_s"] for rank in found["ranks"]]
         for r, seconds in enumerate(work):
-            bench.row(
-                f"{schedule}, rank {r}: its work over a quarter", seconds / quarter_s, "", command
-            )
-        ratio = statistics.mean(work) / quarter_s
-        bench.row(
-            f"{schedule}: mean of the ranks over a quarter", ratio, "", command, at_most(RANK_RATIO)
+            what = f"{schedule}, rank {r}: its work over a quarter"
+            bench.row(what, seconds / quarter_s, "", command)
+        what, ratio = (
+            f"{schedule}: mean of the ranks over a quarter",
+            statistics.mean(work) / quarter_s,
         )
+        bench.row(what, ratio, "", command, at_most(RANK_RATIO))
 
 
 def rehearsals(bench: Bench):
     """Pipelines that one accelerator does not hold, and the vocabulary on all ranks."""
+    batch = "executor.remat=none data.batch_size=32 schedule.num_microbatches=16"
     for words in (
-        "mesh=1x8 schedule=zb_v executor=mpmd executor.remat=none data.batch_size=32 "
-        "schedule.num_microbatches=16",
-        "mesh=1x4 schedule=1f1b schedule.vocab=parallel executor.remat=none data.batch_size=32 "
-        "schedule.num_microbatches=16",
+        f"mesh=1x8 schedule=zb_v executor=mpmd {batch}",
+        f"mesh=1x4 schedule=1f1b schedule.vocab=parallel {batch}",
         "mesh=1x1 schedule=1f1b executor.remat=none",
     ):
         found = bench.json_of(f"rehearse {words}", "rehearse", words)
@@ -272,10 +252,9 @@ def rehearsals(bench: Bench):
         bench.row(f"rehearse {name}", found["step_time_s"], "s", command)
         ratio = found["step_time_s"] / found["analytic_step_time_s"]
         bench.row(f"rehearse {name}: over ppctl plan", ratio, "", command)
-        if (
-            "mesh=1x1" in words
-            and (ran := bench.trained("spmd none", LAYOUTS["spmd none"][0])) is not None
-        ):
+        if "mesh=1x1" not in words:
+            continue
+        if (ran := bench.trained("spmd none", LAYOUTS["spmd none"][0])) is not None:
             ratio = found["step_time_s"] / ran["step_time_s"]
             bench.row(f"rehearse {name}: over the run", ratio, "", command, one_within(STEP_ERROR))
 
@@ -289,45 +268,27 @@ def traces(bench: Bench):
     files = list((found["run_dir"] / "profile").glob("tasks.perfetto.json"))
     events = json.loads(files[0].read_text())["traceEvents"] if files else []
     tasks, due = [event for event in events if event["ph"] == "X"], 2 * MICROBATCHES * num_steps
-    bench.row(
-        "tasks in the trace",
-        len(tasks),
-        "",
-        found["command"],
-        Bar(f"= {due}", lambda value: value == due, of_time=False),
-    )
+    bar = Bar(f"= {due}", lambda value: value == due, of_time=False)
+    bench.row("tasks in the trace", len(tasks), "", found["command"], bar)
     if tasks:
-        seconds = sum(event["dur"] for event in tasks) / 1e6 / num_steps
-        bench.row(
-            "tasks of a step in the trace, of its time",
-            seconds / found["step_time_s"],
-            "",
-            found["command"],
-        )
+        share = sum(event["dur"] for event in tasks) / 1e6 / num_steps / found["step_time_s"]
+        bench.row("tasks of a step in the trace, of its time", share, "", found["command"])
 
 
 def equality(bench: Bench):
     """Loss and gradients next to the un-pipelined model's."""
-    small = (
-        ""
-        if bench.tiny
-        else "model.num_layers=4 model.d_model=256 model.seq_len=256 data.vocab_size=512"
-    )
-    for words in ("executor=spmd", "executor=mpmd schedule=zb_h1"):
-        for dtype, bar in (("float64", 1e-10), ("bfloat16", 0.05)):
-            found = bench.json_of(
-                f"verify {words} {dtype}", "verify", small, words, f"run.dtype={dtype}"
-            )
-            if found is None:
-                continue
-            error = max(found["loss_error"], found["worst"]["error"])
-            bench.row(
-                f"verify {words} {dtype}",
-                error,
-                "",
-                f"ppctl verify {words}",
-                at_most(bar, of_time=False),
-            )
+    size = "model.num_layers=4 model.d_model=256 model.seq_len=256 data.vocab_size=512"
+    experts = "model.moe.num_experts=4 model.moe.top_k=2"
+    exact, near = ("float64", 1e-10), ("bfloat16", 0.05)
+    compared = [(words, *dtype) for words in ENGINES for dtype in (exact, near)]
+    compared += [(f"{words} {extra}", *exact) for words in ENGINES for extra in (FP8, experts)]
+    for words, dtype, most in compared:
+        what, small = f"verify {words} {dtype}", "" if bench.tiny else size
+        found = bench.json_of(what, "verify", small, words, f"run.dtype={dtype}")
+        if found is None:
+            continue
+        error = max(found["loss_error"], found["worst"]["error"])
+        bench.row(what, error, "", f"ppctl {what}", at_most(most, of_time=False))
 
 
 def documents(bench: Bench):
@@ -339,26 +300,57 @@ def documents(bench: Bench):
         if found is None:
             return
         losses.append(found["losses"])
-        bench.row(
-            f"packed documents, attention={kernel}", found["step_time_s"], "s", found["command"]
-        )
+        what = f"packed documents, attention={kernel}"
+        bench.row(what, found["step_time_s"], "s", found["command"])
     error = max(abs(a / b - 1) for a, b in zip(*losses, strict=True))
     bar = at_most(0.01, of_time=False)
     bench.row("packed documents: losses, largest difference", error, "", "the two runs above", bar)
 
 
+def losses(bench: Bench):
+    """Losses of a small model in 8 bits next to bfloat16's, from the same seed."""
+    means, size = [], "" if bench.tiny else "model.num_layers=4 model.d_model=512 model.seq_len=256"
+    for recipe in ("null", "fp8"):
+        words = f"data=stdlib {size} model.linear_dtype={recipe} run.num_steps={FP8_STEPS}"
+        found = bench.trained(f"losses, linear_dtype={recipe}", words)
+        if found is None:
+            return
+        each = found["losses"]
+        firsts = range(0, len(each), MEAN_OF)
+        means.append([statistics.mean(each[i : i + MEAN_OF]) for i in firsts])
+        what = f"linear_dtype={recipe}: mean of the last {MEAN_OF} of {FP8_STEPS} losses"
+        bench.row(what, means[-1][-1], "", found["command"])
+    apart = max(abs(a - b) for a, b in zip(*means, strict=True))
+    bar = at_most(FP8_LOSS, of_time=False)
+    bench.row(
+        f"linear_dtype=fp8: means of {MEAN_OF} losses, farthest", apart, "", "the runs above", bar
+    )
+
+
 def kernels(bench: Bench):
-    """The fused attention: errors against the plain form in float32, and its time."""
-    command = [sys.executable, str(KERNELS), *["--tiny"] * bench.tiny]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    shown = f"python {KERNELS.name}"
-    if done.returncode:
-        print(done.stderr[-2000:], file=sys.stderr)
-        bench.row("attention's kernels", None, "", shown)
-    for found in map(json.loads, done.stdout.splitlines()):
-        worst, what = max(found["errors"].values()), found["what"]
-        bench.row(f"{what}: error", worst, "", shown, at_most(KERNEL_ERROR, of_time=False))
-        bench.row(f"{what}: both ways", 1e3 * found["seconds"], "ms", shown)
+    """Attention, products of experts and in 8 bits: errors against float32, and times."""
+    for script, bar in KERNEL_SCRIPTS.items():
+        command, shown = [sys.executable, str(Path(__file__).with_name(script))], f"python {script}"
+        command += ["--tiny"] * bench.tiny
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            print(done.stderr[-2000:], file=sys.stderr)
+            bench.row(script, None, "", shown)
+        for found in map(json.loads, done.stdout.splitlines()):
+            what, most = found["what"], at_most(found["most_error"], of_time=False)
+            bench.row(f"{what}: error", found["error"], "", shown, most)
+            bench.row(f"{what}: time", 1e3 * found["seconds"], "ms", shown)
+            if "calls" in found:
+                exactly = Bar(f"= {found['wanted_calls']}", found["wanted_calls"].__eq__)
+                bench.row(f"{what}: calls in 8 bits", found["calls"], "", shown, exactly)
+            if "of_dense" in found:
+                bench.row(
+                    f"{what}: {found['tflops']:.0f} TFLOP/s, of dense",
+                    found["of_dense"],
+                    "",
+                    shown,
+                    bar,
+                )
 
 
 GROUPS = {
@@ -370,6 +362,7 @@ GROUPS = {
     "traces": traces,
     "equality": equality,
     "documents": documents,
+    "losses": losses,
 }
 
 
