@@ -69,7 +69,7 @@ tutorial: $(DEV) ## run the code of docs/tutorial.md, and write its outputs and 
 bench: $(INSTALLED) ## CPU seconds of a pipelined step compared with the un-pipelined one, compile time, memory
 	$(BIN)/ppctl bench recipes=bench
 
-bench-gpu: $(DEV) ## on one accelerator: steps, predictions, ranks, traces and kernels next to their bars; half an hour
+bench-gpu: $(DEV) ## on one accelerator: steps, predictions, ranks, traces, kernels next to their bars; 40 minutes
 	$(BIN)/python tests/benchmarks/accelerator.py
 
 bench-plan: $(DEV) ## rehearsed and measured steps of 26 layouts: errors, ranking, regret; about 20 minutes

@@ -1,5 +1,5 @@
-"""Steps, predictions, ranks, traces and kernels on one accelerator, next to the bars set for an
-H100. `make bench-gpu`
+"""Steps, predictions, ranks, traces, kernels, experts and 8-bit products on one accelerator, next to
+the bars set for an H100: `make bench-gpu`
 
 Every row is printed and written to OUT/rows.jsonl as soon as it is known, with its command; what
 fails is a row, too. Groups can be run one at a time (--only steps,ranks), and none begins after
@@ -312,7 +312,7 @@ def losses(bench: Bench):
     means, size = [], "" if bench.tiny else "model.num_layers=4 model.d_model=512 model.seq_len=256"
     for recipe in ("null", "fp8"):
         words = f"data=stdlib {size} model.linear_dtype={recipe} run.num_steps={FP8_STEPS}"
-        found = bench.trained(f"losses, linear_dtype={recipe}", words)
+        found = bench.trained(f"losses {recipe}", words)
         if found is None:
             return
         each = found["losses"]
