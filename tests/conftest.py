@@ -71,11 +71,12 @@ def pytest_collection_finish():
     gc.set_threshold(50_000, 20, 50)
 
 
-# programs; the search for doctests would import them, and torch
+# programs; the search for doctests would import them, and torch or a program beside them
 collect_ignore = [
     "support/mpmd_worker.py",
     "benchmarks/pytorch_step.py",
     "benchmarks/pytorch_pipeline.py",
+    "benchmarks/fp8_kernels.py",
 ]
 collect_ignore_glob = [
     "*conftest.py"

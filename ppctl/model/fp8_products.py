@@ -64,11 +64,16 @@ def scale_of(
 def rounded(a: jax.Array, scale: jax.Array, dtype: jnp.dtype = E4M3) -> jax.Array:
     """Return a / scale in an 8-bit dtype.
 
+    Values are rounded to float32 first. Products of 8-bit values are exact, so some sums lie in the
+    middle of two 8-bit numbers, and attention to equal tokens averages them with an error of a few
+    2^-53. In float64 that error would choose the number; in float32 it is gone.
+
     XLA may leave out a rounding of `a` to bfloat16 here that it kept for the scale. Values just
     above the largest number would then become NaN, so they are clipped.
     """
     largest = float(jnp.finfo(dtype).max)
-    return jnp.clip(a.astype(_wide(a.dtype)) * (1 / scale), -largest, largest).astype(dtype)
+    scaled = (a.astype(_wide(a.dtype)) * (1 / scale)).astype(jnp.float32)
+    return jnp.clip(scaled, -largest, largest).astype(dtype)
 
 
 def gather_rounded(

@@ -111,6 +111,20 @@ def test_values_above_the_scales_largest_are_clipped():
     assert float(rounded_to(jnp.array([[1.8156]]), scale)[0, 0]) == 448
 
 
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, E5M2])
+def test_noise_of_float64_chooses_no_number(dtype):
+    numbers = np.arange(1, 0x7E if dtype != E5M2 else 0x7B, dtype=np.uint8).view(dtype)
+    numbers = numbers.astype(np.float64)
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    below, above = middles * (1 - 2.0**-50), middles * (1 + 2.0**-50)
+    found = [rounded_to(jnp.asarray(a), jnp.ones(()), dtype) for a in (below, middles, above)]
+    assert (found[0] == found[1]).all()
+    assert (found[2] == found[1]).all()
+    halves = np.concatenate([2.0 ** np.arange(-6, 9) * 29 / 16, [464]])[:, None]  # rounded: 28, 30
+    scales = [np.asarray(scale_of(jnp.asarray(halves * each), (1,))) for each in (1, 1 - 2.0**-50)]
+    np.testing.assert_array_equal(*scales)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_errors_are_those_of_four_significant_bits(dtype):
     x, w, g = (
