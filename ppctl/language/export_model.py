@@ -41,6 +41,7 @@ class Exported(NamedTuple):
     files: tuple[str, ...]
     dtype: str
     step: int
+    linear_dtype: str | None  # setting of the run that the format lacks
 
 
 def export_model(
@@ -94,7 +95,8 @@ def export_model(
             text = json.dumps({"_from_model_config": True, **tokens}, indent=2)
             (part / GENERATION).write_text(text + "\n")
             files.append(GENERATION)
-    return Exported((*files, config_file), dtype, step)
+    linear_dtype = model.transformer.linear_dtype
+    return Exported((*files, config_file), dtype, step, linear_dtype)
 
 
 def _config(model: LanguageModel, source: Path | None) -> dict[str, Any]:

@@ -25,7 +25,8 @@ ALSO_CALLED = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "g
 TYPES = {True: "sliding_attention", False: "full_attention"}
 FAMILY_OF = {(False, False): "llama", (True, False): "qwen2", (False, True): "qwen3"}
 FAMILY_OF |= {(True, True): "glm4p5"}  # key: (QKV biases, norms of queries and keys)
-OF_TRAINING = ("name", "seq_len", "attention", "dropout")  # settings without a key in config.json
+# settings without a key in config.json
+OF_TRAINING = ("name", "seq_len", "attention", "dropout", "linear_dtype")
 EXPERTS_OF_TRAINING = ("balance_loss", "z_loss", "bias_update", "dispatch", "capacity", "kernel")
 DROPOUT, BALANCE = "attention_dropout", "router_aux_loss_coef"
 LENGTH = "original_max_position_embeddings"

@@ -211,6 +211,43 @@ def test_a_family_set_by_hand_is_exported_as_transformers_takes_it(changes, tmp_
     np.testing.assert_allclose(logits, expected, atol=1e-9)
 
 
+def test_settings_of_training_are_not_exported():
+    small = {
+        "num_layers": 2,
+        "d_model": 32,
+        "num_heads": 4,
+        "mlp_width": 48,
+        "activation": "swiglu",
+    }
+    trained = Transformer(**small, linear_dtype="fp8", dropout=0.1, attention="xla")
+    assert model_config(trained, 96) == model_config(Transformer(**small), 96)
+
+
+@pytest.mark.full
+def test_a_model_trained_in_8_bits_is_exported_as_the_same_parameters(tmp_path, capsys):
+    assert cli.main(["import", str(FOLDER / "llama2"), "--out", str(tmp_path / "llama")]) == 0
+    words = ["--config-dir", str(tmp_path / "llama"), "recipes=imported", "data=synthetic"]
+    words += [
+        "data.vocab_size=90",
+        "data.batch_size=4",
+        "schedule.num_microbatches=2",
+        "mesh=1x2",
+        "schedule=1f1b",
+    ]
+    words += ["model.linear_dtype=fp8", "run.num_steps=1", f"run.dir={tmp_path / 'run'}"]
+    assert cli.main(["train", *words]) == 0
+    capsys.readouterr()
+    assert cli.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
+    assert (
+        "without model.linear_dtype=fp8: its readers round no products" in capsys.readouterr().out
+    )
+    made, given = (
+        json.loads((each / "config.json").read_text())
+        for each in (tmp_path / "out", FOLDER / "llama2")
+    )
+    assert model_settings(made) == model_settings(given)
+
+
 def test_a_scalar_of_scores_that_transformers_refuses_is_refused():
     model = Transformer(family="gemma2", activation="geglu", query_pre_attn_scalar=3.5)
     with pytest.raises(ConfigError, match=r"no model.query_pre_attn_scalar=3.5. It cannot be exp"):

@@ -37,4 +37,6 @@ def serve(options: Namespace) -> int:
     else:
         files = ", ".join(found.files)
         print(f"exported step {found.step} of {source} in {found.dtype}: {files} in {out}")
+        if found.linear_dtype is not None:
+            print(f"without model.linear_dtype={found.linear_dtype}: its readers round no products")
     return 0
