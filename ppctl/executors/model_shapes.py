@@ -50,12 +50,23 @@ class Model:
     # specs of a layer, if tasks gather it over fsdp; None: all layers are gathered once a step
     layer_specs: Tree = None
     auto_specs: Tree = None  # specs of {"embed_head", "layers"}, if XLA divides the model
-    # whether programs are for GPUs: `Stage(in_order=True)`, and loops instead of branches in ticks
-    for_gpu: bool = False
+    platform: str = "cpu"  # of the devices: "cpu" | "gpu" | "tpu"
     parts: VocabularyParts | None = None  # functions for a rank's part of the vocabulary
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "remat", Remat.of(self.remat))  # also takes a name
+
+    @property
+    def for_gpu(self) -> bool:
+        """Whether programs need `Stage(in_order=True)`, and loops instead of branches in ticks."""
+        return self.platform == "gpu"
+
+    @property
+    def communicates(self) -> bool:
+        """Whether tasks have collectives, besides the hops between them."""
+        return bool(self.axes.divided or self.axes.vocab_parts or self.auto) or (
+            self.layer_specs is not None
+        )
 
     @property
     def auto(self) -> tuple[str, ...]:

@@ -126,7 +126,7 @@ def model_of(case, layout, stack, params, batch, axes=WHOLE, parts=None):
     sizes = case.num_microbatches, case.remat, case.unroll, jnp.dtype("float64"), axes
     embed_head = shapes["embed_head"]
     shapes = stack, embed_head, layer, microbatch
-    how = {"for_gpu": case.loops, "parts": parts}
+    how = {"platform": "gpu" if case.loops else "cpu", "parts": parts}
     return Model(*shapes, *sizes, layout.own_embed_head(embed_head), specs, **how)
 
 

@@ -154,7 +154,7 @@ def traced(tmp_path_factory):
     )
     directory = tmp_path_factory.mktemp("trace")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(make, "Model", lambda *of, **how: Model(*of, **how | {"for_gpu": True}))
+        patch.setattr(make, "Model", lambda *of, **how: Model(*of, **how | {"platform": "gpu"}))
         job = assemble(config)
         text = job.pipe.engine.compile(evaluate=False).text
     engine, batches = job.pipe.engine, job.data.batches()

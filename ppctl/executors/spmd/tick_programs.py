@@ -26,6 +26,35 @@ Tree = Any
 At = dict[str, jax.Array]  # columns of a tick, by their names in single-op ticks
 
 
+class Chain:
+    """Orders a tick's collectives by data: each waits for the results of the ones before.
+
+    XLA for CPUs starts the collectives of a device one after the other. But a branch that waits for
+    a thread counts as started, so a later collective of the program may start before those in the
+    branch, on some devices. Such devices wait for each other forever. XLA for other devices keeps
+    the order of the program.
+    """
+
+    def __init__(self, is_needed: bool):
+        self.is_needed = is_needed
+        self._never: jax.Array | None = None  # False, which only a reader of the last results knows
+
+    def add(self, results: Tree) -> None:
+        """Let what follows wait for these arrays: the results of one branch."""
+        leaves = jax.tree.leaves(results)
+        if self.is_needed and leaves:
+            first = leaves[0].ravel()[0]
+            self._never = jnp.isnan(first) & jnp.isinf(first)
+
+    def flag(self, active: jax.Array) -> jax.Array:
+        """Return `active`, the condition of a branch, which then waits."""
+        return active if self._never is None else active & ~self._never
+
+    def value(self, value: jax.Array) -> jax.Array:
+        """Return `value`, which then waits."""
+        return value if self._never is None else jnp.where(self._never, 0, value)
+
+
 class TickBody:
     """The body of the scan. Tasks are functions (tick's columns, output, carry) -> (output, carry).
 
@@ -80,25 +109,28 @@ class TickBody:
             for kind, named in self.columns.items()
         }
         outs: dict[str, Any] = dict.fromkeys((self.act, self.grad), zero)
+        chain = Chain(device.model.communicates and device.model.platform == "cpu")
         if self.has_parts:
             carry = self._embed_part(at, carry)
+            chain.add(carry[self.act])
         for kind, number in self.kinds.items():
             slots = self.act if kind == "F" else self.grad
             with jax.named_scope(SCOPES[kind]):
                 run, out = partial(self.tasks[kind], at[kind], outs[slots]), outs[slots]
-                is_run = at[kind]["kind"] == number
+                is_run = chain.flag(at[kind]["kind"] == number)
                 outs[slots], carry = device.run_if(is_run, run, lambda out=out: out, carry)
+                chain.add(carry["layers"] if kind == "W" else outs[slots])
             if self.has_parts and self.is_fb and kind == "F":
-                outs, carry = self._head_part(at, outs, carry)
+                outs, carry = self._head_part(at, outs, carry, chain)
         if self.has_parts and not self.is_fb:
-            outs, carry = self._head_part(at, outs, carry)
+            outs, carry = self._head_part(at, outs, carry, chain)
         if self.has_parts and device.ticks.has_backward:
-            carry = self._embedding_grad_part(at, outs[self.grad], carry)
+            carry = self._embedding_grad_part(at, outs[self.grad], carry, chain)
         # 2. transfers: a value may arrive in a slot that a task of this tick has just freed
         carry, flags = dict(carry), at[next(iter(at))]
         for hop, step in self.hops.items():
             slots = hop if self.is_fb else "value"
-            value = self.hop(outs[slots], step) if step else outs[slots]
+            value = self.hop(chain.value(outs[slots]), step) if step else outs[slots]
             arrival = flags[f"{hop}_slot"], value, flags[f"{hop}_arrives"]
             carry[slots] = write_arrival(carry[slots], *arrival)
         return carry, None
@@ -123,7 +155,9 @@ class TickBody:
             arrival = slot, x, self._is_at(at, "F", "first")
             return carry | {self.act: write_arrival(carry[self.act], *arrival)}
 
-    def _head_part(self, at: dict[str, At], outs: Tree, carry: Tree) -> tuple[Tree, Tree]:
+    def _head_part(
+        self, at: dict[str, At], outs: Tree, carry: Tree, chain: Chain
+    ) -> tuple[Tree, Tree]:
         """Return (outputs, carry) after S and T in one pass: two would wait for all ranks twice."""
         device, y, m = self.device, outs[self.act], at["F"]["head"]
         trains, is_last = device.ticks.has_backward, self._is_at(at, "F", "last")
@@ -133,19 +167,24 @@ class TickBody:
             return jax.lax.psum(gy, "pp") if trains else y, ends
 
         with jax.named_scope(SCOPES["T"]):
-            gy, ends = device.run_if(m > 0, run, lambda: y, carry["ends"])
+            gy, ends = device.run_if(chain.flag(m > 0), run, lambda: y, carry["ends"])
             carry = carry | {"ends": ends}
+            chain.add(ends)
             if not self.is_fb:  # the last stage's rank sends gy to itself
                 outs = {"value": jnp.where(is_last, gy, y)}
             elif trains:
                 carry["grad"] = write_arrival(carry["grad"], at["F"]["grad"], gy, is_last)
         return outs, carry
 
-    def _embedding_grad_part(self, at: dict[str, At], gx: jax.Array, carry: Tree) -> Tree:
+    def _embedding_grad_part(
+        self, at: dict[str, At], gx: jax.Array, carry: Tree, chain: Chain
+    ) -> Tree:
         m, is_first = at["F"]["embedding_grad"], self._is_at(at, "BI", "first")
         whole = lambda: jax.lax.psum(jnp.where(is_first, gx, 0), "pp")  # noqa: E731
         with jax.named_scope(SCOPES["G"]):
-            return carry | {"ends": self._add_embedding(m > 0, whole, m - 1, carry["ends"])}
+            ends = self._add_embedding(chain.flag(m > 0), whole, m - 1, carry["ends"])
+            chain.add(ends[2])
+            return carry | {"ends": ends}
 
     # embedding and head on the first and the last stage
 

@@ -96,8 +96,9 @@ def model_of(
     sizes = num_microbatches, execution.remat, execution.unroll, dtype, execution.axes
     shards = layout.own_embed_head(embed_head), specs, auto_specs
     model = stack.in_shards(divided), embed_head, layer, microbatch, *sizes, *shards
-    for_gpu = mesh.devices.flat[0].platform in ("gpu", "cuda")
-    found = Model(*model, for_gpu=for_gpu, parts=divided.parts)
+    platform = mesh.devices.flat[0].platform
+    platform = "gpu" if platform == "cuda" else platform  # a described GPU's is "cuda"
+    found = Model(*model, platform=platform, parts=divided.parts)
     counted = found.losses[1]
     for name in found.inputs.losses:  # raises for losses attached in embedding or head
         if isinstance(counted, dict) and name in counted:

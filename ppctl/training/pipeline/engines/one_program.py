@@ -166,7 +166,5 @@ class OneProgram:
 
     @cached_property
     def _of_gradients(self) -> tuple[Callable[..., Any], ...]:
-        # not one program: simulated devices would run the collectives that put gradients in order
-        # among those that compute others, each device in another order, and wait for each other
         functions = with_example_keys, self.loss_and_grads_of, self.states.layout.to_natural
         return tuple(map(compiled_quickly, functions))

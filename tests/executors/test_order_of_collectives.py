@@ -1,0 +1,114 @@
+"""Simulated devices run the collectives of a program in one order: data orders each branch or loop
+that has collectives with the collectives after it.
+
+XLA for CPUs only starts collectives in the program's order, and a branch that waits for a thread
+counts as started. Devices that then differ in the order wait for each other forever.
+"""
+
+import itertools
+import re
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+from support.equality import make, make_batch, make_pipe
+from support.mixtures import MIXTURES
+from support.selection import full
+
+from ppctl.executors.hlo_text import COLLECTIVE, calls, computations, name_of
+
+OPERAND = re.compile(r"%([\w.\-]+)")
+MODEL = {"num_layers": 4, "num_kv_heads": 2}
+MOE = {"num_layers": 4, "moe": MIXTURES["sigmoid"] | {"dispatch": "alltoall"}}
+TP, EP = {"pp": 2, "tp": 2}, {"pp": 2, "ep": 2}
+CASES = {  # the first two ran in different orders, and hung
+    "no stash": (TP, MODEL, {"schedule": "1f1b", "remat": "full"}),
+    "vocabulary": (TP, MODEL, {"schedule": "dualpipe_v", "vocab": "parallel"}),
+    "experts": (EP, MOE, {"schedule": "1f1b", "remat": "full"}),
+}
+*FIRST, SLOWEST = CASES.values()
+
+
+def unordered(text):
+    """Pairs of a branch or loop with collectives, and a later collective that may start before."""
+    _, lines = computations(text)
+
+    @cache
+    def communicates(name):
+        return any(COLLECTIVE.match(line) or any(called(line)) for line in lines.get(name, ()))
+
+    def called(line):
+        return (communicates(call.computation) for call in calls(line))
+
+    found = []
+    for body in lines.values():
+        flows, before = [], {}  # before: name -> names of the branches and loops that it waits for
+        for line in body:
+            name, is_flow = name_of(line), any(called(line))
+            if name is None:
+                continue
+            operands = [each for each in OPERAND.findall(line) if each in before]
+            before[name] = set().union(*(before[each] for each in operands))
+            if is_flow or COLLECTIVE.match(line):
+                found += [(flow, name) for flow in flows if flow not in before[name]]
+            if is_flow:
+                flows.append(name)
+                before[name] = before[name] | {name}
+    return found
+
+
+def check(mesh, model, how):
+    how = {"num_microbatches": 4} | how
+    how |= {"num_chunks": 2} if how["schedule"] == "interleaved" else {}
+    batch = make_batch(16, 32, 32)
+    pipe = make_pipe(make(**model), batch, mesh, **how)
+    texts = [each.hlo for each in pipe.programs().programs]
+    if how.get("executor") != "mpmd":
+        pipe.engine.compile(evaluate=True)
+        texts.append(pipe.engine.compiled["loss"].as_text())
+    assert any(map(COLLECTIVE.search, itertools.chain(*(text.splitlines() for text in texts))))
+    assert [pair for text in texts for pair in unordered(text)] == []
+
+
+@pytest.mark.parametrize(("mesh", "model", "how"), [*FIRST, full(SLOWEST)], ids=CASES)
+def test_data_orders_the_collectives_of_a_step(mesh, model, how):
+    check(mesh, model, how)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("remat", ["none", "layer", "full"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"])
+@pytest.mark.parametrize(
+    ("mesh", "model", "how"),
+    [
+        (TP, MODEL, {}),
+        (TP, MODEL, {"vocab": "parallel"}),
+        (TP, MODEL, {"executor": "mpmd"}),
+        ({"pp": 2, "cp": 2}, MODEL, {}),
+        ({"pp": 2, "fsdp": 2}, MODEL, {"gather": "layer"}),
+        (EP, MOE, {}),
+        ({"pp": 2, "tp": 2, "fsdp": 2}, MODEL | {"linear_dtype": "fp8"}, {}),
+    ],
+    ids=["tp", "vocabulary", "mpmd", "cp", "gather", "experts", "fp8"],
+)
+def test_it_does_for_every_schedule_and_remat(mesh, model, how, schedule, remat):
+    check(mesh, model, how | {"schedule": schedule, "remat": remat})
+
+
+def test_a_branch_that_nothing_waits_for_is_found():
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def step(x, active):
+        y = jax.lax.cond(active[0], lambda: jax.lax.psum(x @ x.T @ x, "a"), lambda: x)
+        return y, jax.lax.ppermute(jnp.sin(x), "a", [(0, 1), (1, 0)])
+
+    specs = P(), P()
+    run = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
+    args = jnp.ones((8, 8)), jnp.ones(1, bool)
+    text = jax.jit(run).lower(*args).compile().as_text()
+    flow = re.search(r"%(\S+) = \S+ conditional\(", text)[1]
+    hop = re.search(r"%(\S+) = \S+ collective-permute\(", text)[1]
+    in_order = text.index("conditional(") < text.index("collective-permute(")
+    assert unordered(text) == ([(flow, hop)] if in_order else [])
