@@ -50,7 +50,7 @@ class Model:
     # specs of a layer, if tasks gather it over fsdp; None: all layers are gathered once a step
     layer_specs: Tree = None
     auto_specs: Tree = None  # specs of {"embed_head", "layers"}, if XLA divides the model
-    platform: str = "cpu"  # of the devices: "cpu" | "gpu" | "tpu"
+    platform: str = "cpu"  # "cpu" | "gpu" | "tpu"
     parts: VocabularyParts | None = None  # functions for a rank's part of the vocabulary
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from ppctl.model.attention.attention_kernels import kernel_named
 
 TURNS, RUNS, DOCUMENTS = 20, 5, 4
-MOST_ERROR = 0.01  # of bfloat16, relative to the norm
+MOST_ERROR = 0.01  # relative to the norm, in bfloat16
 
 
 def there_and_back(kernel, documents, q, k, v, g):

@@ -18,7 +18,7 @@ from ppctl.executors.stage.jaxpr_tools import add_outputs
 from ppctl.model.experts.grouped_products import KERNELS, kernel_for
 
 RUNS, RUN_S = 5, 0.05  # runs of about so many seconds
-MOST_ERROR = 0.01  # of bfloat16, relative to the norm
+MOST_ERROR = 0.01  # relative to the norm, in bfloat16
 SIZES = {  # rows [R, D], experts' matrices [E, D, F] of a microbatch of 4,096 tokens
     "8 experts, top-2": (8192, 2048, 4096, 8),
     "Mixtral 8x7B": (8192, 4096, 14336, 8),

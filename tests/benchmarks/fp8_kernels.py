@@ -25,7 +25,7 @@ SIZES = {  # rows M, inputs K, outputs N
     "Llama 3 405B, tp 8, in": (8192, 16384, 6656),
 }
 BF16_ERROR = 0.01  # relative to the norm
-GRADIENT_ERRORS = {"fp8": 0.05, BY_MICROBATCH: 0.1}  # of gradients of x: e4m3, e5m2
+GRADIENT_ERRORS = {"fp8": 0.05, BY_MICROBATCH: 0.1}  # gradients of x: e4m3, e5m2
 TINY = {"tiny": (32, 16, 64)}
 
 
@@ -70,7 +70,7 @@ def main() -> None:
     for size_name, (M, K, N) in (TINY if "--tiny" in sys.argv else SIZES).items():
         for name, error, most, run, dense, (arguments, others) in cases(M, K, N):
             run_s, dense_s = seconds(run, *arguments), seconds(dense, *others)
-            products = 2 if "gradients" in name else 1  # of x and of w
+            products = 2 if "gradients" in name else 1  # for x, for w
             wanted = 2 if name.startswith(BY_MICROBATCH) else 1  # the rest is in bfloat16
             line = {"what": f"{size_name}: {name}", "error": error, "seconds": run_s}
             line |= {"tflops": 2 * products * M * K * N / run_s / 1e12}
