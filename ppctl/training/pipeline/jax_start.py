@@ -37,7 +37,7 @@ CPU_FLAGS = (  # XLA's default aborts when a simulated device is 40 s late at a 
 # parameters of mallopt (glibc's malloc.h), each with its value
 MALLOC_SETTINGS = {
     -8: 1,  # M_ARENA_MAX: one heap for all threads; those of other threads end at 64 MB
-    -3: 2**30,  # M_MMAP_THRESHOLD: bytes; each larger block has a mapping of its own
+    -3: 2**30,  # M_MMAP_THRESHOLD: bytes; each larger block is mapped by itself
     -1: 2**31 - 1,  # M_TRIM_THRESHOLD: free bytes at the heap's end that are not returned
 }
 

@@ -30,9 +30,9 @@ class DeviceWork:
     """A model as one device of a stage computes it."""
 
     work: ModelWork
-    layer_bytes: int  # of parameters in float32
-    embed_head_bytes: int  # of embedding and head
-    expert_bytes: int = 0  # of a layer, its experts
+    layer_bytes: int  # parameters in float32
+    embed_head_bytes: int  # embedding and head
+    expert_bytes: int = 0  # experts of a layer
 
 
 @lru_cache(256)
@@ -84,7 +84,7 @@ def device_work(
 
 
 def _experts(model: Model) -> Experts:
-    """Return a model's experts, each of which computes only its tokens, sent by all-to-all."""
+    """Return a model's experts. Each computes only its tokens, sent by all-to-all."""
     if model.experts is None:
         return Experts()
     return Experts(
