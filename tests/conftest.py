@@ -1,11 +1,9 @@
 """Eight simulated CPU devices, float64, and a cache of compiled programs, set before JAX starts."""
 
-import atexit
 import gc
+import hashlib
 import os
-import shutil
 import sys
-import tempfile
 from importlib.metadata import version
 
 import absl.logging
@@ -31,21 +29,28 @@ def set_environment() -> None:
     """Simulate eight devices, compute in float64, and keep compiled programs for all tests and what
     they start.
 
-    Many tests train the same tiny model. JAX writes entries of its cache in place: who reads half
-    of one warns and compiles; the warning is ignored here and in pyproject.toml.
+    The programs stay for later runs of the tests, in the user's cache directory: a directory for
+    each machine, version of JAX, and set of flags. JAX writes entries of its cache in place: who
+    reads half of one warns and compiles; the warning is ignored here and in pyproject.toml.
     """
-    directory = tempfile.mkdtemp(prefix="ppctl-tests-")
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
     os.environ |= {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "8",
         "JAX_ENABLE_X64": "1",
         "XLA_FLAGS": " ".join([*os.environ.get("XLA_FLAGS", "").split(), *FLAGS]),
-        "JAX_COMPILATION_CACHE_DIR": directory,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         "PYTHONWARNINGS": "ignore:Error reading persistent compilation cache entry",
     }
+    import jax  # reads these variables
+
+    from ppctl.config.config_dirs import user_cache_dir
+    from ppctl.training.run.compilation_cache import machine_directory
+
+    key = hashlib.sha256(f"{version('jax')} {os.environ['XLA_FLAGS']}".encode()).hexdigest()[:12]
+    directory = str(machine_directory(user_cache_dir() / "compiled-tests" / key))
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = directory
+    jax.config.update("jax_compilation_cache_dir", directory)
 
 
 if not IS_WORKER:

@@ -34,10 +34,8 @@ def keep_compiled(place: str | None) -> str | None:
     if place is None or (place == "auto" and "JAX_COMPILATION_CACHE_DIR" in os.environ):
         return None
     top = user_cache_dir() / "compiled" if place == "auto" else Path(place).expanduser()
-    directory = top / _machine()
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _drop_oldest(directory)
+        directory = machine_directory(top)
     except OSError as error:
         problem = f"compiled programs cannot be kept in {directory}: {error.strerror}. "
         if place != "auto":
@@ -50,6 +48,18 @@ def keep_compiled(place: str | None) -> str | None:
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", WORTH_S)
     return None
+
+
+def machine_directory(top: Path) -> Path:
+    """Make and return this machine's directory of programs in top; remove its oldest programs.
+
+    Raises:
+        OSError: The directory cannot be made or read.
+    """
+    directory = top / _machine()
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _drop_oldest(directory)
+    return directory
 
 
 def _machine() -> str:
