@@ -22,6 +22,7 @@ from optuna.trial import TrialState
 from ppctl.config.groups.command_settings import Search
 from ppctl.errors import ConfigError, NonFiniteError
 from ppctl.launch.sweep.sweep_jobs import STUDY, Job, Result
+from ppctl.launch.sweep.sweep_records import LOSSES
 
 MOST_SAME = 100  # repeated choices in a row that end the search
 
@@ -55,10 +56,14 @@ class OptunaStudy:
         for index in range(max(map(len, values.values()))):
             chosen = {key: each[min(index, len(each) - 1)] for key, each in values.items()}
             jobs.append(self._job(chosen))
-        configs = [job.config for job in jobs if job.config is not None]
-        if self.search.metric == "eval_loss" and not all(each.run.eval_every for each in configs):
-            fault = "hydra.sweeper.metric=eval_loss: run.eval_every=null evaluates nothing."
-            raise ConfigError(f"{fault} Set run.eval_every.")
+        runs = [job.config.run for job in jobs if job.config is not None]
+        for run in runs if self.search.metric == "eval_loss" else ():
+            if run.eval_every is None or run.eval_every > run.num_steps:
+                every = "null" if run.eval_every is None else run.eval_every
+                raise ConfigError(
+                    f"hydra.sweeper.metric=eval_loss: run.eval_every={every} evaluates nothing in "
+                    f"{run.num_steps} steps. Use run.eval_every={run.num_steps} or less."
+                )
         return jobs
 
     def open(self) -> None:
@@ -111,22 +116,22 @@ class OptunaStudy:
     def tell(self, result: Result) -> None:
         """Record the result of a job. An interrupted job stays open for the search's next start.
 
-        ConfigError if a finished run has not recorded the search's metric.
+        A metric that is not finite counts as the worst result. ConfigError if finished runs do not
+        record the search's metric.
         """
-        job, number = result.job, self.trials[result.job.index]
+        job, number, metric = result.job, self.trials[result.job.index], self.search.metric
         if job.refusal is not None:
             self.study.tell(number, state=TrialState.FAIL)
-        elif result.code == NonFiniteError.exit_code:  # not finite: the worst result
-            worst = math.inf if self.search.is_minimized else -math.inf
-            self.study.tell(number, worst, skip_if_finished=True)
-        elif result.code == 0:
-            value = result.numbers[self.search.metric]
-            if value is None:
+        elif result.code in (0, NonFiniteError.exit_code):
+            value = result.numbers[metric] if result.code == 0 else None
+            # every finished run records its losses, so a missing one was not finite
+            if value is None and result.code == 0 and metric not in LOSSES:
                 raise ConfigError(
-                    f"hydra.sweeper.metric={self.search.metric}: job {job.index} ({job.name}) "
+                    f"hydra.sweeper.metric={metric}: job {job.index} ({job.name}) "
                     f"has not recorded it ({job.run_dir}). Use another metric, or record it."
                 )
-            self.study.tell(number, value, skip_if_finished=True)
+            worst = math.inf if self.search.is_minimized else -math.inf
+            self.study.tell(number, worst if value is None else value, skip_if_finished=True)
 
     def _job(self, values: Mapping[str, Any]) -> Job:
         chosen = [f"{key}={values[key]}" for key in self.space]

@@ -119,6 +119,26 @@ def test_a_run_that_diverges_is_the_worst_there_is(monkeypatch):
     assert study.trials[0].value == math.inf
 
 
+def test_a_finished_run_whose_last_loss_is_not_finite_is_the_worst(monkeypatch):
+    finite = local_jobs.job_command
+    monkeypatch.setattr(  # jobs 0 and 1 record null, as runs do for NaN and for a skipped last step
+        local_jobs,
+        "job_command",
+        lambda job: [
+            *finite(job)[:-1],
+            finite(job)[-1].replace(
+                '"loss": loss', '"loss": None' if job.index < 2 else '"loss": loss'
+            ),
+        ],
+    )
+    _, outcomes, study = searched(n_trials=4)
+    assert outcomes == ["finished"] * 4
+    assert [trial.value == math.inf for trial in study.trials] == [True, True, False, False]
+    assert math.isfinite(study.best_value)
+    _, outcomes, _ = searched(n_trials=5)
+    assert outcomes == ["finished earlier"] * 4 + ["finished"]
+
+
 def test_values_that_are_impossible_together_are_no_trial():
     def make(index, overrides):
         refusal = ConfigError("they do not go together.")
@@ -205,7 +225,11 @@ def test_what_is_typed_is_what_is_searched(text, expected):
         ("optim.lr=interval(0,1) hydra.sweeper.n_trials=0", "hydra.sweeper.n_trials=0 must be"),
         (
             "optim.lr=interval(0,1) hydra.sweeper.metric=eval_loss run.eval_every=null",
-            "run.eval_every=null evaluates",
+            "run.eval_every=null evaluates nothing in 200 steps",
+        ),
+        (
+            "optim.lr=interval(0,1) hydra.sweeper.metric=eval_loss run.eval_every=9 run.num_steps=8",
+            "run.eval_every=9 evaluates nothing in 8 steps",
         ),
         ("optim.lr=interval(0,1) hydra.sweeper.trials=3", "trials"),
         (
