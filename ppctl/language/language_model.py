@@ -17,7 +17,8 @@ from ppctl.model.architecture import Architecture
 from ppctl.model.lora import Lora
 from ppctl.model.stack import Stack
 from ppctl.model.transformer import transformer
-from ppctl.training.checkpoint.checkpoint import Checkpoints, merged_params, stored_lora
+from ppctl.training.checkpoint.checkpoint import Checkpoints
+from ppctl.training.checkpoint.stored_adapters import merged_params, stored_lora
 from ppctl.training.pipeline.built_in_models import architecture
 from ppctl.training.pipeline.jax_start import set_arithmetic
 from ppctl.training.run.kept_tokenizer import (

@@ -128,6 +128,34 @@ def _shown(letter: str) -> str:
     return letter.encode("unicode_escape").decode("ascii")
 
 
+# characters of a path that Orbax reads as a pattern while it saves
+_PATTERN = re.compile(r"[\[*?]")
+# paths that etils, Orbax's files, reads as addresses of stores
+_ADDRESS = re.compile(r"/(gs|s3|az|hf)(?=/|$)|.*/(gs|s3|az|hf):(?=/|$)")
+
+
+def check_place(directory: Path, option: str, *, saves: bool = True) -> None:
+    """Raise ConfigError if checkpoints below a directory could not be read again.
+
+    Other libraries read some names as patterns, separators or addresses. saves: False if the
+    checkpoints are only read, which no pattern prevents.
+    """
+    path, reason = str(directory.absolute()), None
+    if saves and (letter := _PATTERN.search(path)):
+        reason = f"Orbax reads {letter[0]} as a pattern"
+    elif "\\" in path:
+        reason = "tensorstore reads \\ as /"
+    elif address := _ADDRESS.match(path):
+        reason = f"Orbax reads {address[1] or address[2]} as an address"
+    elif path.encode(errors="replace").decode() != path:
+        reason = "tensorstore reads only names in UTF-8"
+    if reason is not None:
+        what = f"{option}={directory} cannot hold checkpoints: {reason}"
+        where = "" if str(directory) == path else f", in {path}"
+        remedy = "Use another directory, or a symlink with another name."
+        raise ConfigError(f"{printable(what + where)}. {remedy}")
+
+
 def check_inside(directory: Path, names: Iterable[str], option: str) -> None:
     """Raise ConfigError if writing to these names, or below them, would leave the directory.
 

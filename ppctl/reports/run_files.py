@@ -111,7 +111,10 @@ def find_runs(top: Path, closed: list[str] | None = None) -> list[tuple[str, Pat
 
 
 def check_run_dir(run_dir: Path) -> None:
-    """Raise ConfigError if a run would write through a pipe, or a link out of its directory."""
+    """Raise ConfigError if a run would write through a pipe, or a link out of its directory, or to
+    a path that Orbax misreads.
+    """
+    foreign.check_place(run_dir, "run.dir")
     foreign.check_inside(run_dir, WRITTEN, "run.dir")
 
 

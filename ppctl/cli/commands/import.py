@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ppctl.cli.command_options import Parser
 from ppctl.errors import ConfigError
+from ppctl.reports.foreign_files import check_place
 
 
 def parser() -> Parser:
@@ -30,6 +31,7 @@ def serve(options: Namespace) -> int:
     from ppctl.language.import_adapter import ADAPTER_CONFIG, import_adapter
     from ppctl.language.import_model import import_model
 
+    check_place(out, "--out")
     started = time.monotonic()
     if options.base is None and (source / ADAPTER_CONFIG).is_file():
         raise ConfigError(

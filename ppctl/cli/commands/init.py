@@ -9,6 +9,7 @@ from pathlib import Path
 from ppctl.cli.command_options import Parser
 from ppctl.config.config_dirs import ROOT
 from ppctl.errors import ConfigError
+from ppctl.reports.foreign_files import check_place
 from ppctl.reports.terminal_output import show_json
 
 STARTER = ROOT / "recipes/starter"
@@ -32,6 +33,7 @@ def serve(options: Namespace) -> int:
     """Write the files; return 0. ConfigError if that fails or would overwrite files."""
     # 1. the files
     directory, starter = Path(options.dir), NETWORK if options.network else STARTER
+    check_place(directory, "DIR")
     files = _files(starter)
     has_maker = Path(MAKE_DATA) in files
     written = [*map(str, files), *(MADE if has_maker else ())]

@@ -69,6 +69,9 @@ class TracedNetwork:
         paths = jax.tree_util.tree_leaves_with_path(params)
         self.names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
         self.shapes = [leaf.shape for _, leaf in paths]
+        twice = next((name for name in self.names if self.names.count(name) > 1), None)
+        if twice is not None:  # to_parts joins the keys of a path to one name
+            raise ConfigError(f"init makes two parameters with the path {twice}. Rename one.")
         for name, (_, leaf) in zip(self.names, paths, strict=True):
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise ConfigError(

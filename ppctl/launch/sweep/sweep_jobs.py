@@ -16,7 +16,7 @@ from ppctl.config.code_digests import changed_modules, sources_here
 from ppctl.config.groups.command_settings import Launcher, SideBySide, SubmititSlurm
 from ppctl.errors import ConfigError, PpctlError, one_line
 from ppctl.launch.local_processes import newest_checkpoint
-from ppctl.reports.foreign_files import check_inside, from_json, read_settings
+from ppctl.reports.foreign_files import check_inside, check_place, from_json, read_settings
 from ppctl.user_files import read_file
 
 FILES = ("sweep.json", "sweep.html")
@@ -149,9 +149,11 @@ def check_sweep(sweep: Sweep) -> None:
 
 def _check_directories(sweep: Sweep) -> None:
     """Raise ConfigError if jobs share a directory, or write outside it through a link."""
+    check_place(sweep.directory, "run.dir")
     check_inside(sweep.directory, (*FILES, STUDY, SUBMITIT), "run.dir")
     owners: dict[str, Job] = {}
     for job in sweep.jobs:
+        check_place(job.run_dir, "run.dir")
         check_inside(job.run_dir, (LOG, SUBMITTED_LOG, SUBMITTED), "run.dir")
         first = owners.setdefault(os.path.realpath(job.run_dir), job)
         if first is not job:

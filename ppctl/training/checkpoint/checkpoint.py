@@ -18,7 +18,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from ppctl.errors import CheckpointError, DamagedError, SaveError
-from ppctl.model.lora import Lora, merged
+from ppctl.reports.foreign_files import check_place
 from ppctl.reports.run_files import checkpoint_steps
 from ppctl.reports.terminal_output import write_remedy
 from ppctl.training.checkpoint import orbax_io
@@ -52,6 +52,7 @@ class Checkpoints:
 
     Raises:
         CheckpointError: `directory` cannot be written.
+        ConfigError: Orbax would misread the path of `directory`.
     """
 
     def __init__(
@@ -64,12 +65,14 @@ class Checkpoints:
         saved: Callable[[int], None] = lambda step: None,
     ):
         self.directory = Path(directory).absolute()  # Orbax refuses relative paths
+        check_place(self.directory, "run.dir", saves=keep is not None)
         self._keep, self._keep_every, self._gather = keep, keep_every, gather
         self._saved = saved
         self._writing, self._reading = orbax_io.contexts(SAVE_TIMEOUT_S)
         self._checkpointer: ocp.training.Checkpointer | None = None
         self._pending: tuple[int, Any] | None = None  # step and Orbax's response of a save
         self._current: int | None = None  # the step whose state was last saved or restored
+        self._is_opened = False  # whether a save of this start was opened again
         self._aside = set[int]()  # steps set aside: a shared file system may still list them
         orbax_io.silence_orbax()
         if keep is None:
@@ -169,9 +172,7 @@ class Checkpoints:
         """
         manifest = self._manifest(step)
         try:
-            with self._reading:
-                described = ocp.checkpointables_metadata(str(self._path(step)))
-            stored = described.metadata["state"]["params"]
+            stored = orbax_io.described(self._path(step), self._reading)["params"]
         except Exception as error:  # Orbax has no error class for unreadable files
             what = "the description of its arrays is damaged"
             raise self._damaged(step, what) from error
@@ -245,7 +246,20 @@ class Checkpoints:
             finally:
                 # Orbax raises a failure once in each thread: raise it here, not in `close`
                 self._checkpointer.wait()
+        self._open_once(step)
         self._saved(step)
+
+    def _open_once(self, step: int) -> None:
+        """Raise SaveError if the arrays of this start's first checkpoint cannot be opened."""
+        path, is_first, self._is_opened = self.directory / str(step), not self._is_opened, True
+        failed = lambda why: SaveError(  # noqa: E731
+            f"Checkpoint {path} was written, but cannot be opened: {why}. Use another run.dir."
+        )
+        if is_first:
+            with self._together(failed):
+                # only the process that wrote it: others may see the files of a shared disk later
+                if jax.process_index() == 0 and step in self.steps():
+                    orbax_io.described(path, self._reading)
 
     def close(self) -> None:
         """Wait for the save under way, then stop Orbax's threads. SaveError if the save failed."""
@@ -382,19 +396,3 @@ def _array(leaf: Any) -> jax.Array | np.ndarray:
 
 def _listed(steps: Sequence[int]) -> str:
     return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
-
-
-def stored_lora(checkpoints: Checkpoints, step: int) -> Lora | None:
-    """Return the adapters of a checkpoint, from its run's settings; None if it has no adapters."""
-    optim = checkpoints.meta(step).get("config", {}).get("optim", {})
-    if not isinstance(optim, Mapping) or optim.get("train") != "lora":
-        return None
-    targets = None if optim["lora_targets"] is None else tuple(optim["lora_targets"])
-    return Lora(optim["lora_rank"], optim["lora_alpha"], targets, optim["lora_dropout"])
-
-
-def merged_params(checkpoints: Checkpoints, step: int, device: Any) -> Any:
-    """Return a checkpoint's parameters on one device, in natural order, with adapters merged."""
-    lora = stored_lora(checkpoints, step)
-    params = checkpoints.restore_params(step, device)
-    return params if lora is None else jax.jit(partial(merged, scale=lora.scale))(params)

@@ -15,6 +15,7 @@ import functools
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -23,6 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+
+from ppctl.errors import ConfigError
+from ppctl.reports.foreign_files import printable
+from ppctl.user_files import check_text
 
 Tree = Any
 # (shift, factor, shift, factor, shift) of murmur3's fmix32 and of lowbias32
@@ -111,6 +116,30 @@ def names(tree: Tree) -> list[str]:
     """Return the name of each array: the keys of its path, joined by /."""
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     return [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
+
+
+def check_names(tree: Tree) -> None:
+    """Raise ConfigError if a checkpoint cannot name each array of a tree.
+
+    Orbax joins the keys of a path by dots, and a manifest by slashes.
+
+    >>> check_names({"a": {"b": 0}, "a.b": 0})
+    Traceback (most recent call last):
+    ppctl.errors.ConfigError: a/b and a.b have the same name in a checkpoint. Rename one of them.
+    """
+    known = dict[str, str]()
+    for name in sorted(names(tree), reverse=True):  # parameters before the optimizer's state
+        key = "/".join(filter(None, re.split("[./]", name)))
+        if key in known:
+            what = f"{printable(known[key])} and {printable(name)} have the same name"
+            raise ConfigError(f"{what} in a checkpoint. Rename one of them.")
+        known[key] = name
+        try:
+            check_text(name)
+        except ValueError as error:
+            raise ConfigError(
+                f"The name {printable(name)} of an array {error}. Rename it."
+            ) from error
 
 
 @functools.cache

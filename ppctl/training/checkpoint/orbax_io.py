@@ -8,6 +8,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -36,6 +37,15 @@ def contexts(timeout_s: int) -> tuple[ocp.Context, ocp.Context]:
         reading.multiprocessing.primary_host = jax.process_index()
         reading.multiprocessing.active_processes = {jax.process_index()}
     return writing, reading
+
+
+def described(path: Path, reading: ocp.Context) -> Any:
+    """Return Orbax's description of the arrays of a checkpoint. ValueError if they are missing."""
+    with reading:
+        state = ocp.checkpointables_metadata(str(path)).metadata["state"]
+    if state is None:
+        raise ValueError("the description of its arrays is missing or damaged")
+    return state
 
 
 def error_reason(error: BaseException) -> str:

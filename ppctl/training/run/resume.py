@@ -16,8 +16,9 @@ from ppctl.config.code_digests import changed_modules
 from ppctl.errors import CheckpointError, DamagedError
 from ppctl.model.lora import with_base, without_adapters
 from ppctl.model.stack import init
-from ppctl.training.checkpoint.checkpoint import Checkpoints, read_newest, stored_lora
+from ppctl.training.checkpoint.checkpoint import Checkpoints, read_newest
 from ppctl.training.checkpoint.manifest import array_types, differences
+from ppctl.training.checkpoint.stored_adapters import stored_lora
 from ppctl.training.pipeline.built_in_models import lora_of
 from ppctl.training.pipeline.engines.train_states import shardings_of
 from ppctl.training.pipeline.job import TrainingJob

@@ -25,8 +25,9 @@ from ppctl.model.stack import Stack
 from ppctl.reports import run_status
 from ppctl.reports.foreign_files import read_settings
 from ppctl.reports.run_files import read_lines
-from ppctl.training.checkpoint.checkpoint import Checkpoints, T, merged_params, read_newest
+from ppctl.training.checkpoint.checkpoint import Checkpoints, T, read_newest
 from ppctl.training.checkpoint.manifest import array_types, differences
+from ppctl.training.checkpoint.stored_adapters import merged_params
 from ppctl.training.pipeline.built_in_models import lora_of, make_stack
 from ppctl.training.pipeline.job import DEFAULT_DTYPE, open_data
 

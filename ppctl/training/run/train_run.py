@@ -29,6 +29,7 @@ from ppctl.reports.run_status import FINISHED, INTERRUPTED, STOP_FILE, STOPPED, 
 from ppctl.reports.terminal_output import OutputConsole, replace_file, show_lines
 from ppctl.schedule.schedule_text import to_csv
 from ppctl.training.checkpoint.checkpoint import Checkpoints
+from ppctl.training.checkpoint.manifest import check_names
 from ppctl.training.pipeline.engines.step_memory import Footprint
 from ppctl.training.pipeline.jax_start import start_jax
 from ppctl.training.pipeline.job import DEFAULT_DTYPE, TrainingJob, assemble, state_bytes
@@ -74,6 +75,8 @@ def train(config: Config, overrides: Sequence[str], *, predict: Predict, as_json
     with process_group(config.run, config.mesh, asdict(config)) as heartbeat:
         console = OutputConsole(stderr=as_json, quiet=not distributed.is_lead())
         job = assemble(config)
+        if config.run.checkpoint.enabled:
+            check_names(job.pipe.states.natural)
         for each in filter(None, (note, *check_job(job))):
             show_lines(console, f"note      {each}")
         return _train(job, overrides, heartbeat, predict, console, as_json=as_json)
