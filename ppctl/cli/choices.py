@@ -12,12 +12,12 @@ import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
-from ppctl import config
-from ppctl.config import Config, Costs, Inspect, Launch, Mesh, Plan, Run, Tune, Verify
+from ppctl.config import Config, Costs, Inspect, Launch, Mesh, Plan, Run, Tune, Verify, groups
 from ppctl.config.changed_settings import shown
 from ppctl.config.config_dirs import ROOT
+from ppctl.config.field_checks import Settings
 from ppctl.config.groups.command_settings import Combinations, Search, SideBySide, SubmititSlurm
 from ppctl.config.groups.model_settings import lacking
 from ppctl.errors import nearest, suggested
@@ -65,10 +65,16 @@ def default_option(group: str) -> str:
     return dict(re.findall(r"^  - (\w+): (\S+)", text, re.MULTILINE))[group]
 
 
+@functools.cache
 def schemas() -> dict[str, type]:
-    """Return the dataclasses of config/ by lower-case name, the NAME of /schema_NAME in conf/."""
-    classes = (cls for _, cls in inspect.getmembers(config, inspect.isclass) if cls is not Config)
-    return {cls.__name__.lower(): cls for cls in classes if dataclasses.is_dataclass(cls)}
+    """Return the classes of settings by lower-case name, the NAME of /schema_NAME in conf/."""
+    modules = (module for _, module in inspect.getmembers(groups, inspect.ismodule))
+    found = (cls for module in modules for cls in vars(module).values() if _is_settings(cls))
+    return {cls.__name__.lower(): cls for cls in found}
+
+
+def _is_settings(value: object) -> TypeGuard[type[Settings]]:
+    return isinstance(value, type) and issubclass(value, Settings) and value is not Settings
 
 
 def schema_of(group: str, option: str) -> type:

@@ -62,6 +62,57 @@ def test_every_path_of_the_architecture_page_is_exact():
     assert not dead, "\n".join(dead)
 
 
+def definitions(file):
+    """Return the names that a file defines: functions, classes, CLASS.MEMBER, fields, constants."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {each.id for each in targets if isinstance(each, ast.Name)}
+        if isinstance(node, ast.ClassDef):
+            members = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+            fields = (each.target for each in node.body if isinstance(each, ast.AnnAssign))
+            found |= {f"{node.name}.{name}" for name in (*members, *(f.id for f in fields))}
+    return found
+
+
+def architecture_names():
+    """Yield (name, file) for "`name` of `file`" on the page, and for its rows of file and function."""
+    text = PAGE.read_text()
+    named = r"((?:`[\w.]+`(?:, | and )(?:[a-z' ]* )?)*`[\w.]+`) (?:of|in) `([\w/]+\.py)`"
+    for names, file in re.findall(named, text):
+        yield from ((name, file) for name in re.findall(r"`([\w.]+)`", names))
+    for file, name in re.findall(r"^\|[ \d]*\| `([\w/]+\.py)` \| `(\w+)` \|", text, re.MULTILINE):
+        yield name, file
+
+
+def test_every_name_of_the_architecture_page_is_defined_in_its_file():
+    pairs = [*architecture_names()]
+    assert len(pairs) > 20
+    missing = []
+    for name, place in pairs:
+        base = ROOT.parent if place.startswith("tests/") else ROOT
+        # a setting: PART.FIELD
+        if not {name, name.rpartition(".")[2]} & definitions(base / place):
+            missing.append(f"{name} of {place}")
+    assert not missing, "\n".join(missing)
+
+
+def test_every_name_of_the_architecture_page_is_defined():
+    """A name without a file is unique or speaks for itself, but it is a name of ppctl/."""
+    known = {name for file in FILES for name in definitions(file)}
+    known |= {path.name for path in ROOT.rglob("*") if path.is_dir()} | {"schedule", "errors"}
+    foreign = {"transformers", "hydra_plugins"}
+    text = re.sub(r"^```.*?^```$", "", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
+    names = set(re.findall(r"`(?:ppctl\.)?([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)?)`", text))
+    names = {name for name in names if not name.endswith((".py", ".jsonl", ".yaml"))}
+    names -= foreign | {name for name, _ in architecture_names()}  # tested above
+    absent = {name for name in names if not {name, name.rpartition(".")[2]} & known}
+    assert not absent, "\n".join(sorted(absent))
+
+
 def test_the_architecture_page_opens_each_file_that_it_names():
     """A name of a file without a folder is exact too: names are unique, so it leads to one file."""
     names = {file.name for file in FILES}

@@ -5,6 +5,7 @@ runs.
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import get_args
 
@@ -13,6 +14,7 @@ import pytest
 import ppctl
 from ppctl.config.groups.optim_settings import AnyOptim
 
+ROOT = Path(ppctl.__file__).parents[1]
 PYRIGHT = Path(sys.executable).parent / "pyright"
 HEAD = "from ppctl.config import Config, Mpmd\n\n\ndef read(config: Config) -> None:\n"
 CLASSES_WITHOUT = {  # an expression: the classes that lack its last name
@@ -24,6 +26,12 @@ CLASSES_WITHOUT = {  # an expression: the classes that lack its last name
     "config.model.d_model": ["CustomModel"],
     "config.hardware.peak_flops": ["AutoHardware"],
 }
+
+
+def test_files_of_the_strict_list_exist():
+    """pyright ignores a path that leads nowhere."""
+    strict = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]["strict"]
+    assert [path for path in strict if not (ROOT / path).exists()] == []
 
 
 @pytest.mark.full  # starts the type checker

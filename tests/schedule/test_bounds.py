@@ -1,7 +1,7 @@
 """No schedule beats its lower bound, and the optimal ones meet it."""
 
 import pytest
-from support.all_families import COSTS, FUSED, REAL, SPLIT, UNIT, cases, make
+from support.all_families import COSTS, FUSED, REAL, UNIT, cases, make
 
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import FAMILIES, build
@@ -35,8 +35,8 @@ def test_no_schedule_beats_its_bounds(family):
             timeline = simulate(schedule, costs)
             assert timeline.makespan_s >= makespan_bound_s(schedule, costs) - 1e-9, (case, costs)
             assert timeline.period_s >= period_bound_s(schedule, costs) - 1e-9, (case, costs)
-            whole = family not in (*SPLIT, "dualpipe_v")
-            bound = whole_makespan_bound_s if whole else split_makespan_bound_s
+            is_split = FAMILIES[family].is_split
+            bound = split_makespan_bound_s if is_split else whole_makespan_bound_s
             assert timeline.makespan_s >= bound(p, m, V, costs) - 1e-9, (case, costs)
             least = peak_activations_bound(schedule, costs, timeline.period_s)
             for peak, bound in zip(timeline.peak_activations, least, strict=True):

@@ -6,7 +6,7 @@ import itertools
 import random
 
 import pytest
-from support.all_families import GROUPED, KNOBS
+from support.all_families import GROUPED, knob_choices
 
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.schedule.costs import Costs
@@ -25,7 +25,7 @@ families = pytest.mark.parametrize("family", FAMILIES)
 
 def schedules(family, ranks=(2, 3, 4)):
     """A schedule of each size and knob, small ones."""
-    for p, knobs in itertools.product(ranks, KNOBS.get(family, [{}])):
+    for p, knobs in itertools.product(ranks, knob_choices(family)):
         yield build(family, p, p if family in GROUPED else p + 1, **knobs)
 
 

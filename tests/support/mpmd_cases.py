@@ -21,7 +21,6 @@ from ppctl.executors.device_mesh import make_mesh
 from ppctl.executors.parameter_layout import Layout
 from ppctl.model.parallel import StageAxes
 from ppctl.schedule.costs import task_costs
-from ppctl.schedule.families.registry import build
 from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.schedule.partition.partition import uniform
 from ppctl.schedule.scheduled_step import ScheduledStep
@@ -33,12 +32,6 @@ from ppctl.training.pipeline.engines.train_states import States
 from ppctl.training.pipeline.optimizers import init_state
 from ppctl.training.pipeline.pipeline_request import divided_stack, shards_in_stages
 
-KNOBS = {
-    "interleaved": "num_chunks",
-    "looped_bfs": "num_chunks",
-    "interleaved_zb": "num_chunks",
-    "gis": "num_chunks",
-}
 LR_SCHEDULE = optim.learning_rates(lr=1e-2, min_lr_fraction=0.1, warmup_steps=2, num_steps=5)
 CLIP_NORM = 0.05
 TOLERANCE = 1e-10
@@ -62,8 +55,7 @@ class MpmdCase(Case):
         return tuple(range(low, high) for low, high in pairwise(ends))
 
     def program(self):
-        knobs = {KNOBS[self.schedule]: self.num_chunks} if self.schedule in KNOBS else {}
-        schedule = build(self.schedule, self.mesh[1], self.num_microbatches, **knobs)
+        schedule = super().program()
         return with_vocabulary(schedule) if self.has_parts else schedule
 
 

@@ -10,20 +10,17 @@ import random
 
 from support.cases import MODELS, Case, difference, make_stack, run_reference, run_spmd
 
-from ppctl.schedule.families.registry import LOOPED_WHOLE, ON_RING
+from ppctl.schedule.families.registry import FAMILIES, LOOPED_WHOLE, ON_RING
 
 TOLERANCE = 1e-10
 # the families that run in single-op ticks, with a number of chunks; the others run in
 # forward-backward ticks
-SINGLE_OP = {
-    name: 1 if name in ("zb_h1", "zb_h2") else 2 for name in ON_RING if name not in LOOPED_WHOLE
-}
+SINGLE_OP = {name: FAMILIES[name].num_chunks for name in ON_RING if name not in LOOPED_WHOLE}
+HAS_CHUNKS = tuple(name for name in LOOPED_WHOLE if FAMILIES[name].knobs_for(1))
 
 FACTORS = {
     "schedule": [
-        (name, V)
-        for name in LOOPED_WHOLE
-        for V in ((1, 2, 4) if name in ("interleaved", "looped_bfs") else (1,))
+        (name, V) for name in LOOPED_WHOLE for V in ((1, 2, 4) if name in HAS_CHUNKS else (1,))
     ],
     "mesh": [
         (1, 4, 1),
@@ -129,7 +126,7 @@ def name_of(case):
     mesh = "x".join(map(str, case.mesh))
     flags = ["scan"] * (case.unroll == 0) + [case.gather] * (case.gather != "step")
     flags += ["loops"] * case.loops
-    chunks = str(case.num_chunks) * (case.schedule in ("interleaved", "looped_bfs"))
+    chunks = str(case.num_chunks) * (case.schedule in HAS_CHUNKS)
     return " ".join(
         [case.schedule + chunks, mesh, f"L{case.num_layers}", case.remat, case.model, *flags]
     )

@@ -1,5 +1,7 @@
 """Optimizers by name: one step by their formulas, written in NumPy, and learning rates by theirs."""
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,9 @@ import pytest
 from support.selection import full_except
 
 from ppctl import config
+from ppctl.config.groups.optim_settings import AnyOptim
 from ppctl.errors import ConfigError
-from ppctl.training.pipeline.named_optimizers import make_optimizer
+from ppctl.training.pipeline.named_optimizers import MAKERS, make_optimizer
 from ppctl.training.pipeline.optimizers import learning_rates
 
 RNG = np.random.default_rng(0)
@@ -91,6 +94,10 @@ def test_adafactor_keeps_rows_and_columns_of_moments():
     assert (4,) in sizes
     assert (6,) in sizes
     assert (4, 6) not in sizes
+
+
+def test_every_class_of_optimizers_has_its_maker():
+    assert [*MAKERS] == [*get_args(AnyOptim)]
 
 
 # --- learning rates -----------------------------------------------------------------------------

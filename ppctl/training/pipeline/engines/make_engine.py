@@ -1,4 +1,4 @@
-"""Make the engine of an executor: the only place that distinguishes executors."""
+"""Make the engine of an executor."""
 
 from collections.abc import Callable
 from functools import partial
