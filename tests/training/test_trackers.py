@@ -167,9 +167,7 @@ def test_every_tracker_records_a_run_without_a_server_and_continues_it(
     monkeypatch.chdir(tmp_path)
     names = f"[{','.join(trackers.TRACKERS)}]"
     for num_steps in (2, 3):
-        assert (
-            cli.main([*TINY.split(), f"run.trackers={names}", f"run.num_steps={num_steps}"]) == 0
-        )
+        assert cli.main([*TINY.split(), f"run.trackers={names}", f"run.num_steps={num_steps}"]) == 0
         out = capsys.readouterr().out
         assert "wandb     offline in " in out
         assert "failed" not in out
