@@ -101,25 +101,34 @@ def test_a_resumed_run_counts_on(skipping, tmp_path):
     assert len(rates[0]) == len(rates[1]) == 4
 
 
-def test_too_many_in_a_row_save_and_stop(skipping, tmp_path, tells):
-    words = (
-        "mesh=1x2",
-        "schedule=1f1b",
-        f"run.on_event={tells}",
-        "+data.options.bad=[" + ",".join(map(str, range(64))) + "]",
-    )
-    code, _, err = skipping(*words, "run.max_skipped=2", "run.checkpoint.every=null")
+ALL_BAD = "+data.options.bad=[" + ",".join(map(str, range(64))) + "]"
+
+
+@pytest.mark.parametrize(
+    "at", ["run.checkpoint.every=null", "run.num_steps=2", full(("run.checkpoint.every=2",))]
+)
+def test_too_many_in_a_row_save_and_stop(skipping, tmp_path, tells, at):
+    run_dir, words = tmp_path / "run", ("mesh=1x2", "schedule=1f1b", "optim.warmup_steps=1")
+    words += ALL_BAD, f"run.on_event={tells}"
+    code, _, err = skipping(*words, "run.max_skipped=2", "run.checkpoint.every=null", at)
     assert code == 4, err
     assert "2 steps in a row have gradients that are not finite (run.max_skipped=2)" in err
     assert err.count("\n") == 1
-    assert "is saved" in err
-    (saved,) = checkpoints(tmp_path / "run")
-    # each skipped step is an event, and so is the end
+    saved = checkpoints(run_dir)[-1]
+    assert f"Step {saved} is saved" in err
+    # each saved step has its records and its event, also the one in flight when training ended
     found = records(tmp_path, "events.jsonl")
     steps = [each["step"] for each in found if each["event"] == "skipped"]
-    assert steps == [each["step"] for each in records(tmp_path / "run", "skipped.jsonl")]
+    skipped = [each["step"] for each in records(run_dir, "skipped.jsonl")]
+    trained = [each["step"] for each in records(run_dir)]
+    assert steps == skipped == trained == [*range(1, saved + 1)]
     assert [each["event"] for each in found[-2:]] == ["non_finite", "failed"]
-    assert all(np.isfinite(a).all() for a in jax.tree.leaves(params(tmp_path / "run", saved)))
+    assert all(np.isfinite(a).all() for a in jax.tree.leaves(params(run_dir, saved)))
+    # after a resume the rate is still that of the first update
+    assert skipping(*words, "run.num_steps=4", "run.max_skipped=9")[0] == 0
+    rates = [line["lr"] for line in records(run_dir)]
+    assert len(rates) == 4
+    assert len(set(rates)) == 1
 
 
 def test_without_skipping_such_a_step_ends_the_run(skipping, tmp_path, tells):

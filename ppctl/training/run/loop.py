@@ -128,8 +128,9 @@ class Loop:
                 # 1. train
                 finished = step + 1
                 with self._saved_first(state, step, is_new=step > start):
+                    if step in profile.steps[:1] or step == measured:
+                        self._read()  # waits for the previous step, which must not be measured
                     if step in profile.steps[:1]:
-                        self._read()  # waits for the previous step, which the trace must not show
                         profile.begin()
                     self.heartbeat.note("read", finished)
                     batch = engine.batches.put(next(batches))
@@ -139,8 +140,7 @@ class Loop:
                 with self._saving(finished):
                     self.checkpoints.poll()
                 with self._saved_first(state, finished):
-                    self._read()
-                    self._unread = now
+                    self._read(then=now)
                     if timeline is not None and distributed.is_lead():
                         self._read()  # waits for the step: its time must not include the writing
                         self._show_timeline(timeline)
@@ -148,11 +148,14 @@ class Loop:
                         self._end_profile(profile, finished)
                     if eval_every is not None and finished % eval_every == 0:
                         self._evaluate(state, finished)
+                    # called once: a signal between two calls would stop the run unsaved
+                    stop_signal = stop_requested(finished)
+                    is_last = stop_signal is not None or finished == config.num_steps
+                    is_due = is_last or (save_every is not None and finished % save_every == 0)
+                    if is_due:
+                        self._read()
                 # 3. save, and stop
-                # called once: a signal between two calls would stop the run unsaved
-                stop_signal = stop_requested(finished)
-                is_last = stop_signal is not None or finished == config.num_steps
-                if is_last or (save_every is not None and finished % save_every == 0):
+                if is_due:
                     self._save(state, finished, is_last=is_last, stop_signal=stop_signal)
                 if is_last:
                     self._end_profile(profile, finished)
@@ -180,7 +183,6 @@ class Loop:
         pipe, engine = self.job.pipe, self.job.pipe.engine
         dispatched_s, measured = time.perf_counter(), None
         if is_measured:
-            self._read()
             timed: Any = engine  # Mpmd: config.check refuses run.timeline for other engines
             state, numbers, measured = profiler.timed_step(timed, pipe.schedule, state, batch)
         else:
@@ -189,11 +191,16 @@ class Loop:
         done = self.clock.watch(numbers)
         return state, Dispatched(step + 1, numbers, dispatched_s, done), measured
 
-    def _read(self) -> None:
-        """Wait for the step in flight, check its numbers and log them."""
-        if self._unread is None:
+    def _read(self, then: Dispatched | None = None) -> None:
+        """Wait for the step in flight, check its numbers and log them.
+
+        then: the next step in flight. It is set even if this one ends training, so that
+        `_saved_first` records each step that it saves.
+        """
+        unread, self._unread = self._unread, then
+        if unread is None:
             return
-        (finished, numbers, dispatched_s, done), self._unread = self._unread, None
+        finished, numbers, dispatched_s, done = unread
         step_time_s = self.clock.step_time_s(dispatched_s, done)
         loss, grad_norm, lr = (float(numbers[name]) for name in ("loss", "grad_norm", "lr"))
         self.step_times_s.append(step_time_s)
@@ -295,7 +302,7 @@ class Loop:
 
     def _save(self, state: Tree, finished: int, *, is_last: bool, stop_signal: int | None) -> None:
         """Save the state. NonFiniteError if any number in it is not finite, whatever the loss."""
-        self._read()
+        assert self._unread is None, "a saved step has its records"
         is_saved = self.job.config.run.checkpoint.enabled
         if stop_signal is not None:
             unsaved = f"leaving after step {finished}, unsaved"
@@ -328,8 +335,11 @@ class Loop:
             yield
         except (ConfigError, DataError, ElsewhereError, SkippedError) as error:
             is_of_all = isinstance(error, AgreedError | ElsewhereError | SkippedError)
-            is_alone = distributed.is_joined() and not is_of_all
-            if not (is_new and self.job.config.run.checkpoint.enabled) or is_alone:
+            if distributed.is_joined() and not is_of_all:
+                raise
+            with suppress(SkippedError, ConfigError):  # the first error ends training
+                self._read()
+            if not (is_new and self.job.config.run.checkpoint.enabled):
                 raise
             what = f"Step {finished} is saved."
             try:
