@@ -54,11 +54,12 @@ def resumption(path: Path) -> Resumption:
 
 
 def _needed(directory: str | None, recorded: Mapping[str, Any], words: Sequence[str]) -> str | None:
-    """Return the run's start `directory` if custom code or a relative path needs it, else None."""
+    """Return the run's start `directory` if code, a command or a relative path needs it."""
     if directory is None or os.path.realpath(directory) == os.path.realpath(os.curdir):
         return None
-    parts = [recorded.get(name) for name in ("model", "data")]
-    has_code = any(isinstance(part, Mapping) and "target" in part for part in parts)
+    run = recorded.get("run")
+    has_code = any(isinstance(part, Mapping) and "target" in part for part in recorded.values())
+    has_code = has_code or (isinstance(run, Mapping) and run.get("on_event") is not None)
     paths = [word[13:] for word in words if word.startswith("--config-dir=")]
     paths += recorded_paths(recorded)
     is_relative = not all(os.path.isabs(os.path.expanduser(path)) for path in paths)

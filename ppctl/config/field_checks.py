@@ -10,7 +10,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import cache, partial
 from numbers import Integral, Real
 from types import NoneType
-from typing import Annotated, Any, ClassVar, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, NamedTuple, cast, get_args, get_origin, get_type_hints
 
 from ppctl.errors import ConfigError
 
@@ -68,6 +68,31 @@ def up_to(most: int, why: str) -> Check:
     return check
 
 
+class PathCheck(NamedTuple):
+    """A check that a path is not empty. word: a value that is no path, such as bytes."""
+
+    word: str | None = None
+
+    def __call__(self, key: str, value: str) -> None:
+        if not value.strip():
+            raise ConfigError(f"{key}='' names no file. Use a path, or . for this directory.")
+
+
+def paths_in(hint: Any, name: str) -> Iterator[tuple[str, str | None]]:
+    """Yield (name, word) of each path in a type: a group's class, `SomePath | None`, `list[Part]`.
+
+    name: prefix of the names.
+    """
+    if get_origin(hint) is Annotated:
+        yield from ((name, each.word) for each in hint.__metadata__ if isinstance(each, PathCheck))
+    elif is_dataclass(hint):
+        for key, each in get_type_hints(hint, include_extras=True).items():
+            yield from paths_in(each, f"{name}.{key}".lstrip("."))
+    for each in get_args(hint):
+        yield from paths_in(each, name)
+
+
+SomePath = Annotated[str, PathCheck()]  # a file or directory
 Count = Annotated[int, partial(at_least, least=1)]  # 1, 2, ...
 Natural = Annotated[int, partial(at_least, least=0)]  # 0, 1, ...
 NotNegative = Annotated[float, partial(at_least, least=0)]

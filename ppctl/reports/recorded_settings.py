@@ -4,15 +4,16 @@ A composed config is the nested dict of all settings, as in config.yaml. A choic
 variant of a group of settings, such as optim=sgd; the config holds it as optim.name.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
+from ppctl.config import Config
 from ppctl.config.changed_settings import shown
+from ppctl.config.field_checks import paths_in
 from ppctl.schedule.mesh_axes import AXES, mesh_text
 
 RUN_SETTINGS = ("name", "dir", "resume", "distributed", "coordinator", "process_id")
-PATHS = ("data.path", "data.cache_dir", "data.tokenizer", "run.start_from", "schedule.path")
 OWN = {f"run.{name}" for name in RUN_SETTINGS}  # settings of one run or start, never compared
 
 
@@ -51,20 +52,39 @@ def setting_value(composed: Mapping[str, Any], name: str) -> Any:
     return mesh_text(value)
 
 
-def recorded_paths(composed: Mapping[str, Any]) -> list[str]:
-    """Return the paths of a composed config: files and directories to read, and data.cache_dir.
+@cache
+def path_settings() -> Mapping[str, str | None]:
+    """Return the names of the settings that are paths, each with a value that is no path, if any.
 
-    >>> recorded_paths({"data": {"parts": [{"path": "a"}], "tokenizer": "bytes"}, "run": {}})
-    ['a']
+    data.parts.path names the path of each part.
     """
-    data = composed.get("data")
-    parts = data.get("parts") if isinstance(data, dict) else None
-    found = [part.get("path") for part in parts or () if isinstance(part, dict)]
-    for name in PATHS:
-        with suppress(KeyError):
-            found.append(setting_value(composed, name))
-    # bytes is a tokenizer without a file
-    return [each for each in found if isinstance(each, str) and each != "bytes"]
+    return dict(paths_in(Config, ""))
+
+
+def with_paths(composed: Any, change: Callable[[str], str], name: str = "") -> Any:
+    """Return a composed config with each path replaced by change(path).
+
+    name: prefix of the names of settings in `composed`.
+
+    >>> with_paths({"data": {"parts": [{"path": "a"}], "tokenizer": "bytes"}}, str.upper)
+    {'data': {'parts': [{'path': 'A'}], 'tokenizer': 'bytes'}}
+    """
+    if isinstance(composed, Mapping):
+        return {
+            key: with_paths(each, change, f"{name}.{key}".lstrip("."))
+            for key, each in composed.items()
+        }
+    if isinstance(composed, list):
+        return [with_paths(each, change, name) for each in composed]
+    is_path = isinstance(composed, str) and name in path_settings()
+    return change(composed) if is_path and composed != path_settings()[name] else composed
+
+
+def recorded_paths(composed: Mapping[str, Any]) -> list[str]:
+    """Return the paths of a composed config, of files to read and of caches."""
+    found: list[str] = []
+    with_paths(composed, lambda path: found.append(path) or path)
+    return found
 
 
 def setting_text(composed: Mapping[str, Any], name: str) -> str | None:

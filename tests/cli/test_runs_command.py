@@ -222,12 +222,16 @@ def test_a_run_that_was_moved_resumes_where_it_is(capsys):
     assert config.run.dir == "moved, there/a"
 
 
-OWN_CODE = ("model=custom", "model.target=mine.model", "data=regression")
+FROM_START = {
+    "code": ("model=custom", "model.target=mine.model", "data=regression"),
+    "config-dir": ("--config-dir=.", "recipes=tiny"),
+    "optimizer": ("optim=custom", "optim.target=mine.optimizer", "recipes=tiny"),
+    "command": ("run.on_event=./tell.sh", "recipes=tiny"),
+    "held-out file": ("data=text", "data.path=/train.txt", "data.eval_path=eval.txt"),
+}
 
 
-@pytest.mark.parametrize(
-    "words", [OWN_CODE, ("--config-dir=.", "recipes=tiny")], ids=["code", "config-dir"]
-)
+@pytest.mark.parametrize("words", FROM_START.values(), ids=FROM_START)
 def test_what_is_found_from_where_a_run_was_started_is_resumed_there(
     words, tmp_path, monkeypatch, capsys
 ):

@@ -341,8 +341,9 @@ def test_paths_of_a_run_are_of_the_directory_of_its_start(place, tmp_path, monke
         return ppctl.load_run(run_dir[place]).config
 
     monkeypatch.chdir(tmp_path)
-    found = config_of(Text(path="t/*.txt", tokenizer="tok", cache_dir="/cache"))
-    expected = Text(path=f"{root}/t/*.txt", tokenizer=f"{root}/tok", cache_dir="/cache")
+    found = config_of(Text(path="t/*.txt", eval_path="e", tokenizer="tok", cache_dir="/cache"))
+    files = {"path": f"{root}/t/*.txt", "eval_path": f"{root}/e"}
+    expected = Text(**files, tokenizer=f"{root}/tok", cache_dir="/cache")
     assert found.data == expected
     assert found.run.start_from == f"{root}/runs/base"
     parts = [Part(path="a"), Part(path="/b", weight=2.0)]

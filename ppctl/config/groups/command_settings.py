@@ -10,6 +10,7 @@ from ppctl.config.field_checks import (
     Natural,
     Positive,
     Settings,
+    SomePath,
     at_least,
     one_of,
     up_to,
@@ -71,7 +72,7 @@ class Plan(Settings):
     memory_gib: Positive | None = None
     # tokens to train on, for tune too: adds days, device-hours and energy; None: only a step
     tokens: Tokens | None = None
-    html: str | None = None  # file of a self-contained page for browsers, for rehearse too
+    html: SomePath | None = None  # file of a self-contained page for browsers, for rehearse too
 
     KEY = "plan"
 

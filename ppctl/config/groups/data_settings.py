@@ -6,9 +6,11 @@ from typing import Annotated
 
 from ppctl.config.field_checks import (
     Count,
+    PathCheck,
     Positive,
     Rate,
     Settings,
+    SomePath,
     at_least,
     domains,
     one_of,
@@ -17,6 +19,7 @@ from ppctl.config.field_checks import (
 from ppctl.config.groups.model_settings import UserFunction, VocabSize
 from ppctl.errors import ConfigError
 
+Tokenizer = Annotated[str, PathCheck("bytes")]
 OfExample = Annotated[int, up_to(2**20, "an example is read whole")]
 
 
@@ -37,9 +40,9 @@ class Stdlib(Data):
     """The sources of Python's standard library: on every machine, no download."""
 
     name: str = "stdlib"
-    cache_dir: str = "~/.cache/ppctl"  # directory of the tokenized memmap
+    cache_dir: SomePath = "~/.cache/ppctl"  # directory of the tokenized memmap
     # bytes | a tokenizer.json | a directory with one; None: run.start_from's, else bytes
-    tokenizer: str | None = None
+    tokenizer: Tokenizer | None = None
     # token after each document; None: the tokenizer's eos_token, or the byte 0 for bytes
     end_token: str | None = None
     # true: whole documents in a sequence, separated in attention; false: windows over all tokens
@@ -50,7 +53,7 @@ class Stdlib(Data):
 class TextFiles:
     """Text files, and where in them the documents are."""
 
-    path: str = "???"  # a file, a pattern such as data/*.jsonl.gz, or a directory
+    path: SomePath = "???"  # a file, a pattern such as data/*.jsonl.gz, or a directory
     # column of JSON lines and Parquet: a document's text, or a list of chat messages
     field: str = "text"
     prompt_field: str | None = None  # column with a prompt before the text; not a target
@@ -71,7 +74,7 @@ class Text(TextFiles, UserText):
     """Text from plain, JSON-lines or Parquet files."""
 
     name: str = "text"
-    eval_path: str | None = None  # held-out files, instead of data.eval_fraction
+    eval_path: SomePath | None = None  # held-out files, instead of data.eval_fraction
 
     def check(self) -> None:
         super().check()
@@ -107,12 +110,12 @@ class Tokens(Data):
     """Token ids in a flat memory-mapped file: `.npy` (1-D integers), or raw `.bin` of `dtype`."""
 
     name: str = "tokens"
-    path: str = "???"
-    eval_path: str | None = None  # held-out files, instead of data.eval_fraction
+    path: SomePath = "???"
+    eval_path: SomePath | None = None  # held-out files, instead of data.eval_fraction
     # dtype of a raw .bin file: uint8 | uint16 | int32 | uint32
     dtype: Annotated[str, one_of("uint8", "uint16", "int32", "uint32")] = "uint16"
     # tokenizer of the ids: a tokenizer.json, a directory with one, or bytes; None: run.start_from's
-    tokenizer: str | None = None
+    tokenizer: Tokenizer | None = None
     vocab_size: VocabSize | None = None  # None: the tokenizer's, else the largest id plus one
 
     def check(self) -> None:

@@ -5,7 +5,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, ClassVar
 
-from ppctl.config.field_checks import Count, Natural, Settings, above_zero, at_least, one_of, within
+from ppctl.config.field_checks import (
+    Count,
+    Natural,
+    PathCheck,
+    Settings,
+    SomePath,
+    above_zero,
+    at_least,
+    one_of,
+    within,
+)
 from ppctl.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float64")
@@ -41,11 +51,11 @@ class Run(Settings):
     # share of a GPU's memory that JAX preallocates; None: JAX's default, 0.75
     memory_fraction: Annotated[float, above_zero, within] | None = None
     # directory of compiled programs; auto: ~/.cache/ppctl; None: not kept
-    compilation_cache: str | None = "auto"
+    compilation_cache: Annotated[str, PathCheck("auto")] | None = "auto"
     # auto: resume from any checkpoint | must: fail without one | never: fail with one | STEP
     resume: Annotated[str, _resume] = "auto"
     # run directory with the initial parameters, such as the output of `ppctl import`
-    start_from: str | None = None
+    start_from: SomePath | None = None
     # same: fail if the checkpoint's model is another function | changed: resume anyway
     resume_with: Annotated[str, one_of("same", "changed")] = "same"
     # action at gradients that are not finite: stop | skip (no update; names the examples)

@@ -12,6 +12,7 @@ from ppctl.config.field_checks import (
     NotNegative,
     Positive,
     Settings,
+    SomePath,
     at_least,
     one_of,
     up_to,
@@ -103,7 +104,7 @@ class Csv(Schedule):
 
     name: str = "csv"
     num_microbatches: Natural = 0  # microbatches per step; 0: as in the file
-    path: str = "???"  # path of the file
+    path: SomePath = "???"  # path of the file
 
 
 AnySchedule = Schedule | Eager1F1B | Chunked | Interleaved | Hanayo | Auto | Csv

@@ -17,13 +17,13 @@ from ppctl.config.changed_settings import model_and_data
 from ppctl.config.code_digests import changed_modules, sources
 from ppctl.data import DataSet
 from ppctl.data.dataset import described
-from ppctl.data.tokenizer import BYTES
 from ppctl.errors import CheckpointError, ConfigError
 from ppctl.executors.device_mesh import all_devices
 from ppctl.executors.reference import outputs_of, reference
 from ppctl.model.stack import Stack
 from ppctl.reports import run_status
 from ppctl.reports.foreign_files import read_settings
+from ppctl.reports.recorded_settings import with_paths
 from ppctl.reports.run_files import read_lines
 from ppctl.training.checkpoint.checkpoint import Checkpoints, T, read_newest
 from ppctl.training.checkpoint.manifest import array_types, differences
@@ -154,7 +154,10 @@ class SavedRun:
         parts, root = Path(found.run.dir).parts, self._started_in
         if parts and place.parts[-len(parts) :] == parts:
             root = Path(*place.parts[: -len(parts)])
-        return found if root is None or root == Path.cwd() else _in_directory(found, root)
+        if root is None or root == Path.cwd():
+            return found
+        below = lambda path: str(root / Path(path).expanduser())  # noqa: E731
+        return model_and_data(with_paths(self.settings, below))
 
     @property
     def _started_in(self) -> Path | None:
@@ -255,22 +258,6 @@ class SavedRun:
             raise ConfigError(
                 f"{error} {where}: go there, or name it in PYTHONPATH."
             ) from error.__cause__
-
-
-def _in_directory(config: Config, root: Path) -> Config:
-    """Return a config with relative paths of data and run.start_from resolved from `root`."""
-
-    def below(path: str | None) -> str | None:
-        return None if path is None else str(root / Path(path).expanduser())
-
-    data, new = config.data, dict[str, Any]()
-    for name in ("path", "cache_dir", "tokenizer"):
-        if getattr(data, name, BYTES) != BYTES:
-            new[name] = below(getattr(data, name))
-    if isinstance(data, settings.Mixture):
-        new["parts"] = [replace(part, path=below(part.path)) for part in data.parts]
-    run = replace(config.run, start_from=below(config.run.start_from))
-    return replace(config, data=replace(data, **new), run=run)
 
 
 def load_run(directory: str | Path) -> SavedRun:
