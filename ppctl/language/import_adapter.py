@@ -25,17 +25,20 @@ from ppctl.training.pipeline import built_in_models as models
 
 Tree = Any
 ADAPTER_CONFIG = "adapter_config.json"  # PEFT's config
-PLAIN = {  # PEFT's settings: values that make an adapter x W + alpha/r (x A) B
-    "use_dora": (False, None),
-    "bias": ("none", None),
-    "fan_in_fan_out": (False, None),
-    "modules_to_save": (None, []),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "layers_to_transform": (None, []),
-    "layer_replication": (None, []),
-    "target_parameters": (None, []),
+READ: dict[str, Any] = {  # key: its type; bool is an int, but no number of a config
+    "peft_type": str,
+    "r": int,
+    "lora_alpha": (int, float),
+    "lora_dropout": (int, float, type(None)),
+    "use_rslora": (bool, type(None)),
 }
+NO_FUNCTION = """
+task_type auto_mapping peft_version base_model_name_or_path revision inference_mode target_modules
+exclude_modules layers_pattern megatron_config megatron_core loftq_config eva_config corda_config
+lora_ga_config velora_config qalora_group_size runtime_config ensure_weight_tying
+"""  # keys without effect on a trained adapter's outputs; the tensors' names state the modules
+# kinds of initialization that leave the base as it is; others (pissa, olora, ...) change it
+UNCHANGED_BASE = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
 def import_adapter(source: Path, base: Path, out: Path) -> Imported:
@@ -81,14 +84,22 @@ def _lora(
     config: Mapping[str, Any], tensors: Tensors, of_base: Mapping[str, Any], file: Path
 ) -> Lora:
     """Return rank, alpha, targets and dropout of adapters. ConfigError for an unsupported kind."""
+    # 1. refuse settings that make it something other than x W + alpha/r (x A) B
+    for key, value in config.items():
+        is_right = isinstance(value, READ.get(key, object))
+        if not is_right or (isinstance(value, bool) and key in READ and key != "use_rslora"):
+            raise ConfigError(f"{file} has {key}={value}, of a wrong type. Correct it.")
     if config.get("peft_type") != "LORA":
         kind = config.get("peft_type", "nothing")
         raise ConfigError(f"{file} states peft_type={kind}. Only LORA can be imported.")
-    for name, plain in PLAIN.items():
-        if name in config and config[name] not in plain:
-            raise ConfigError(f"{file} has {name}={config[name]}, which ppctl's adapters lack.")
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or alpha <= 0:
+    for key, value in config.items():
+        is_off = value in (UNCHANGED_BASE if key == "init_lora_weights" else (None, [], {}, "none"))
+        if not (is_off or value is False or key in READ or key in NO_FUNCTION.split()):
+            what = f"{file} has {key}={value}, which ppctl's adapters lack"
+            raise ConfigError(f"{what}. Merge it with its base in PEFT, and import that model.")
+    # 2. read its sizes
+    rank, alpha, dropout = config.get("r"), config.get("lora_alpha"), config.get("lora_dropout")
+    if not rank or rank < 1 or not alpha or not 0 < alpha < math.inf:
         raise ConfigError(f"{file} has r={rank} and lora_alpha={alpha}: both must be positive.")
     if config.get("use_rslora"):  # PEFT scales by alpha/sqrt(r), ppctl by alpha/r
         alpha *= math.sqrt(rank)
@@ -98,7 +109,7 @@ def _lora(
         endings = tuple(f".{module}{ending}.weight" for ending in PEFT.values())
         if module and any(name.endswith(endings) for name in tensors.shapes):
             found.append(target)
-    return Lora(rank, float(alpha), tuple(found), float(config.get("lora_dropout") or 0))
+    return Lora(rank, float(alpha), tuple(found), dropout or 0.0)
 
 
 def _params(shapes: Tree, wanted: list[Named], tensors: Tensors) -> Tree:

@@ -4,6 +4,7 @@ that others load.
 
 import importlib.util
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -344,13 +345,37 @@ def peft_of(base, **changes):
     """A directory of PEFT's adapters of two steps, with changed settings; their run."""
     assert train(*LORA, *ALONE, "run.num_steps=2") == 0
     assert cli.main(["export", "runs/base-trained", "--out", "adapter", "--adapter"]) == 0
-    file = base / "adapter/adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    change_config(base, changes)
     return ppctl.load_run("runs/base-trained")
 
 
+def change_config(base, changes):
+    file = base / "adapter/adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+# the other settings that PEFT 0.21 writes for adapters as those of ppctl
+OF_PEFT = {
+    **dict.fromkeys(("alora_invocation_tokens", "arrow_config", "corda_config", "eva_config")),
+    **dict.fromkeys(("exclude_modules", "kasa_config", "layer_replication", "layers_pattern")),
+    **dict.fromkeys(("layers_to_transform", "lora_ga_config", "megatron_config", "revision")),
+    **dict.fromkeys(("modules_to_save", "monteclora_config", "target_parameters", "use_bdlora")),
+    **dict.fromkeys(("trainable_token_indices", "velora_config", "auto_mapping")),
+    **dict.fromkeys(("use_dora", "use_qalora", "lora_bias", "ensure_weight_tying"), False),
+    **{key: {} for key in ("rank_pattern", "alpha_pattern", "loftq_config")},
+    "megatron_core": "megatron.core",
+    "qalora_group_size": 16,
+    "peft_version": "0.21.2",
+    "inference_mode": True,
+    "init_lora_weights": "gaussian",
+}
+
+
 def test_adapters_of_peft_come_in_and_train_on(base, capsys):
-    run, ids = peft_of(base, lora_dropout=0.1), np.random.default_rng(0).integers(0, 90, (2, 8))
+    run, ids = (
+        peft_of(base, **OF_PEFT, lora_dropout=0.1),
+        np.random.default_rng(0).integers(0, 90, (2, 8)),
+    )
     capsys.readouterr()
     assert cli.main(["import", "adapter", "--base", "base", "--out", "back"]) == 0
     out = capsys.readouterr().out
@@ -365,6 +390,16 @@ def test_adapters_of_peft_come_in_and_train_on(base, capsys):
     first = next(run.data.batches())
     again = ppctl.load_run("runs/back-trained")
     assert again.metrics[0]["loss"] == pytest.approx(run.loss(first), rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """A base run, and adapters of it as PEFT stores them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path := tmp_path_factory.mktemp("adapted"))
+        import_model(FOLDER / "llama2", path / "base")
+        peft_of(path)
+    return path
 
 
 @pytest.mark.parametrize(
@@ -382,15 +417,35 @@ def test_adapters_of_peft_come_in_and_train_on(base, capsys):
             ["--base", "base"],
             "lora_A.weight is [4, 32], but config.json requires [8, 32]",
         ),
+        *(
+            ({key: value}, ["--base", "base"], f"has {key}={value}, which ppctl's adapters lack")
+            for key, value in {
+                "init_lora_weights": "pissa_niter_4",
+                "alora_invocation_tokens": [1, 2],
+                "use_qalora": True,
+                "lora_bias": True,
+                "use_bdlora": {"nblocks": 2},
+                "trainable_token_indices": [5],
+                "layers_to_transform": 0,
+                "a_setting_of_tomorrow": 1,
+            }.items()
+        ),
+        ({"r": True}, ["--base", "base"], "has r=True, of a wrong type"),
+        ({"lora_dropout": "x"}, ["--base", "base"], "has lora_dropout=x, of a wrong type"),
         ({"lora_alpha": -1}, ["--base", "base"], "has r=4 and lora_alpha=-1: both must be"),
         ({}, ["--base", "adapter"], "adapter"),
     ],
 )
-def test_adapters_that_cannot_come_in_are_refused(base, capsys, changes, words, message):
-    peft_of(base, **changes)
-    capsys.readouterr()
+def test_adapters_that_cannot_come_in_are_refused(
+    adapted, tmp_path, monkeypatch, capsys, changes, words, message
+):
+    """No setting of their file is dropped: it is read, has no effect, or ends the import."""
+    shutil.copytree(adapted / "adapter", tmp_path / "adapter")
+    (tmp_path / "base").symlink_to(adapted / "base")
+    monkeypatch.chdir(tmp_path)
+    change_config(tmp_path, changes)
     assert cli.main(["import", "adapter", *words, "--out", "back"]) == 2
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
-    assert not (base / "back").exists()
+    assert not (tmp_path / "back").exists()
