@@ -21,18 +21,11 @@ from ppctl.language.model_files import INDEX, all_or_nothing, check_new
 from ppctl.language.tensor_names import PEFT_MODEL, Named, named_parameters
 from ppctl.language.transformers_config import model_config, model_settings
 from ppctl.model.experts.expert_layer import COUNTED
-from ppctl.training.run.kept_tokenizer import (
-    GENERATION,
-    MODEL_CONFIG,
-    POSITIONS,
-    SOURCE,
-    imported_source,
-)
+from ppctl.training.run.kept_tokenizer import GENERATION, MODEL_CONFIG, POSITIONS, SOURCE, TOKEN_IDS
 from ppctl.training.run.saved_run import load_run
 
 Tree = Any
 SHARD_BYTES = 5 * 10**9  # bytes per file; the last tensor of a file may go beyond
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 BFLOAT16 = ml_dtypes.bfloat16
 DTYPES: dict[str, Any] = {"float32": np.float32, "bfloat16": BFLOAT16, "float16": np.float16}
 
@@ -69,10 +62,9 @@ def export_model(
         step, params, config, of_base = _adapter(model)
         copied, stem = dict[str, Path](), "adapter_model"
     else:
-        source = imported_source(run_dir, model.config.run.start_from)
-        step, params, config = model.step, model.params, _config(model, source)
-        of_base = config
-        copied, stem = _kept_files(source, run_dir / SOURCE), "model"
+        step, params, config = model.step, model.params, _config(model)
+        of_base, folder, stem = config, model.directory / SOURCE, "model"
+        copied = {name: folder / name for name in KEPT[1:] if (folder / name).is_file()}
     stated = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     if (dtype or stated) not in DTYPES:
         named = f"--dtype {dtype}" if dtype else f"dtype={stated} in config.json"
@@ -99,11 +91,11 @@ def export_model(
     return Exported((*files, config_file), dtype, step, linear_dtype)
 
 
-def _config(model: LanguageModel, source: Path | None) -> dict[str, Any]:
+def _config(model: LanguageModel) -> dict[str, Any]:
     """Return a model's config.json: the imported one if it describes the same model."""
     config = model_config(model.transformer, model.vocab_size)
-    kept = None if source is None else json_object(source / MODEL_CONFIG)
-    if kept is not None and model_settings(kept) == model_settings(config):
+    kept = json_object(model.directory / SOURCE / MODEL_CONFIG)
+    if kept and model_settings(kept) == model_settings(config):
         config = kept
     config.setdefault(POSITIONS, model.transformer.seq_len)
     return config
@@ -148,18 +140,6 @@ def _base(start_from: str | None) -> str | None:
             return imported or str(run.directory.absolute())
         start_from = run.config.run.start_from
     return start_from
-
-
-def _kept_files(source: Path | None, run_source: Path) -> dict[str, Path]:
-    """Return the kept files to export, except config.json; the run's tokenizer takes precedence."""
-
-    def files_of(folder: Path) -> dict[str, Path]:
-        return {name: folder / name for name in KEPT[1:] if (folder / name).is_file()}
-
-    imported = {} if source is None else files_of(source)
-    if run_source == source or not (run_source / "tokenizer.json").is_file():
-        return imported
-    return {name: imported[name] for name in imported if name == GENERATION} | files_of(run_source)
 
 
 def _write_tensors(

@@ -24,8 +24,8 @@ from ppctl.training.pipeline.jax_start import set_arithmetic
 from ppctl.training.run.kept_tokenizer import (
     MODEL_CONFIG,
     POSITIONS,
+    SOURCE,
     configured_ends,
-    imported_source,
     tokenizer_name,
 )
 from ppctl.training.run.saved_run import SavedRun, load_run
@@ -85,8 +85,7 @@ class LanguageModel:
     @cached_property
     def num_positions(self) -> int:
         """The maximum tokens of a text: config.json's number, or the training length if larger."""
-        source = imported_source(self.directory, self.config.run.start_from)
-        stated = None if source is None else json_object(source / MODEL_CONFIG).get(POSITIONS)
+        stated = json_object(self.directory / SOURCE / MODEL_CONFIG).get(POSITIONS)
         return max(self.transformer.seq_len, stated if isinstance(stated, int) else 0)
 
     @cached_property

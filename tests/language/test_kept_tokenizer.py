@@ -13,12 +13,10 @@ from ppctl import cli
 from ppctl.config import Config, Mixture, Run, Synthetic, Text, Tokens
 from ppctl.config.groups.data_settings import Part
 from ppctl.errors import ConfigError
-from ppctl.language.export_model import _kept_files
 from ppctl.training.run.kept_tokenizer import (
     changed_tokenizer,
     configured_ends,
-    keep_tokenizer,
-    kept_tokenizer,
+    keep_source,
     with_start_tokenizer,
 )
 
@@ -65,34 +63,37 @@ def test_a_run_keeps_its_tokenizer(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("data", "keeps"),
+    ("data", "tokenizer", "ends"),
     [
-        (Tokens(path="tokens.bin"), ("tokenizer.json", "generation_config.json")),
-        (Text(path="text.txt", tokenizer="same"), ("tokenizer.json", "generation_config.json")),
-        (Text(path="text.txt", tokenizer="other"), ("tokenizer.json",)),
-        (Text(path="text.txt"), ()),
+        (Tokens(path="tokens.bin"), ["tokenizer.json"], (1, 106)),
+        (Text(path="text.txt", tokenizer="same"), ["tokenizer.json"], (1, 106)),
+        (Text(path="text.txt", tokenizer="other"), ["tokenizer.json"], ()),
+        (Text(path="text.txt"), [], ()),
     ],
 )
 @pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
-def test_a_run_that_starts_from_another_keeps_what_ends_its_texts(
-    data, keeps, name, tmp_path, monkeypatch
+def test_a_run_keeps_the_configs_of_its_start_without_ids_of_another_tokenizer(
+    data, tokenizer, ends, name, tmp_path, monkeypatch
 ):
-    """With the same tokenizer, or one that the data does not name: of others the ids mean something
-    else.
-    """
+    """Also one hop later, and after the imported directory has moved."""
     monkeypatch.chdir(tmp_path)
     for folder, text in (("first/source", "{}"), ("same", "{}"), ("other", "{ }")):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "tokenizer.json").write_text(text)
-    (tmp_path / "first/source" / name).write_text('{"eos_token_id": [1, 106]}')
-    keep_tokenizer(Run(dir="second", start_from="first"), data)
-    assert {file.name for file in (tmp_path / "second").rglob("*.json")} == {*keeps}
-    assert configured_ends(tmp_path / "second") == (
-        (1, 106) if "generation_config.json" in keeps else ()
+    (tmp_path / "first/source/config.json").write_text('{"max_position_embeddings": 64}')
+    (tmp_path / "first/source" / name).write_text(
+        '{"max_position_embeddings": 64, "eos_token_id": [1, 106]}'
     )
-    assert (kept_tokenizer(tmp_path / "second") is not None) == ("tokenizer.json" in keeps)
-    if keeps:  # an export finds them when the first run has moved
-        assert {*_kept_files(None, tmp_path / "second/source")} == {*keeps}
+    keep_source(Run(dir="second", start_from="first"), data)
+    (tmp_path / "first").rename(tmp_path / "away")
+    keep_source(Run(dir="second", start_from="first"), data)
+    keep_source(Run(dir="third", start_from="second"), data)
+    for run_dir in (tmp_path / "second", tmp_path / "third"):
+        configs = {"config.json", *([name] if ends else [])}
+        assert {file.name for file in run_dir.rglob("*.json")} == {*tokenizer, *configs}
+        assert configured_ends(run_dir) == ends
+        config = json.loads((run_dir / "source/config.json").read_text())
+        assert config["max_position_embeddings"] == 64
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A run's copy of its tokenizer and end-of-text tokens: the original files may change."""
+"""A run's copy of its tokenizer and its model's configs: the original files may change or move."""
 
 import json
 from collections.abc import Mapping
@@ -16,6 +16,7 @@ from ppctl.training.run.saved_run import load_run
 SOURCE = "source"  # folder of a run directory; an export copies its files
 POSITIONS = "max_position_embeddings"  # key of config.json: largest number of tokens
 MODEL_CONFIG, GENERATION = "config.json", "generation_config.json"
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # keys of both configs
 OF_A_FILE = (SETTINGS, TEMPLATE, "special_tokens_map.json")  # files next to a tokenizer.json
 OLDER_FILES = ("tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
 TOKENIZER_FILES = (FILE, *OF_A_FILE, *OLDER_FILES)
@@ -52,14 +53,6 @@ def with_start_tokenizer(start_from: str, data: AnyData) -> AnyData:
             f"tokens are unknown. Use data.tokenizer=DIR of the tokenizer, or data.tokenizer=bytes."
         )
     return replace(data, tokenizer=name)
-
-
-def imported_source(run_dir: Path, start_from: str | None) -> Path | None:
-    """Return the folder of imported files of this run, or of run.start_from; None: neither."""
-    for folder in (run_dir, *(() if start_from is None else (Path(start_from),))):
-        if (folder / SOURCE / MODEL_CONFIG).is_file():
-            return folder / SOURCE
-    return None
 
 
 def changed_tokenizer(run_dir: Path, data: AnyData) -> str | None:
@@ -102,28 +95,38 @@ def ends_of(model_config: Mapping[str, Any]) -> tuple[int, ...] | None:
     return tuple(ids) if all(type(each) is int for each in ids) else None
 
 
-def keep_tokenizer(run: Run, data: AnyData) -> None:
-    """Copy the files of data.tokenizer, else those of run.start_from, into the run directory."""
-    folder = Path(run.dir) / SOURCE
-    files = {name: file.read_bytes() for name, file in _files(data).items()}
-    start = None if run.start_from is None else Path(run.start_from)
-    of_start = None if start is None else kept_tokenizer(start)
-    if start is not None and of_start is not None:
-        if not files and not isinstance(data, Stdlib):
-            files = {name: file.read_bytes() for name, file in _tokenizer_files(of_start).items()}
-        if files.get(FILE) == (of_start / FILE).read_bytes():
-            files |= _generation_config(start)
+def keep_source(run: Run, data: AnyData) -> None:
+    """Copy tokenizer and configs into the run directory: an export and `generate` read them.
+
+    The tokenizer is that of data.tokenizer, else of run.start_from; the configs are those of the
+    imported model in run.start_from, without token ids if the tokenizer is another.
+    """
+    files = _contents(_files(data))
+    if run.start_from is not None:
+        start, is_text = Path(run.start_from), isinstance(data, Stdlib)
+        folder = kept_tokenizer(start)
+        of_start = {} if folder is None else _contents(_tokenizer_files(folder))
+        files = files or ({} if is_text else of_start)
+        has_same_ids = files.get(FILE) == of_start.get(FILE) and (FILE in files or not is_text)
+        files |= _configs(start / SOURCE, has_same_ids=has_same_ids)
     for name, content in files.items():
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
+        file = Path(run.dir) / SOURCE / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
 
 
-def _generation_config(run_dir: Path) -> dict[str, bytes]:
-    """Return a run's generation_config.json, else one made of the eos_token_id in config.json."""
-    file, ends = run_dir / SOURCE / GENERATION, configured_ends(run_dir)
-    if file.is_file():
-        return {GENERATION: file.read_bytes()}
-    return {GENERATION: json.dumps({"eos_token_id": [*ends]}).encode()} if ends else {}
+def _configs(source: Path, *, has_same_ids: bool) -> dict[str, bytes]:
+    """Return the configs of an imported model by name. DataError if one is damaged."""
+    if has_same_ids:
+        files = {name: source / name for name in (MODEL_CONFIG, GENERATION)}
+        return _contents({name: file for name, file in files.items() if file.is_file()})
+    config = json_object(source / MODEL_CONFIG)
+    kept = {key: value for key, value in config.items() if key not in TOKEN_IDS}
+    return {MODEL_CONFIG: json.dumps(kept, indent=2).encode()} if kept else {}
+
+
+def _contents(files: Mapping[str, Path]) -> dict[str, bytes]:
+    return {name: file.read_bytes() for name, file in files.items()}
 
 
 def _files(data: AnyData) -> Mapping[str, Path]:

@@ -37,7 +37,7 @@ from ppctl.training.pipeline.job_checks import check_job
 from ppctl.training.run.compilation_cache import keep_compiled
 from ppctl.training.run.events import Events
 from ppctl.training.run.heartbeat import Heartbeat
-from ppctl.training.run.kept_tokenizer import changed_tokenizer, keep_tokenizer
+from ppctl.training.run.kept_tokenizer import changed_tokenizer, keep_source
 from ppctl.training.run.loop import STOP, Loop
 from ppctl.training.run.metrics import Metrics
 from ppctl.training.run.process_group import compare, process_group
@@ -248,7 +248,7 @@ def _record_start(
         (run_dir / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False))
         if job.choice is not None:
             (run_dir / SCHEDULE_FILE).write_text(to_csv(job.pipe.schedule.ranks))
-        keep_tokenizer(config.run, config.data)
+        keep_source(config.run, config.data)
         (run_dir / STOP_FILE).unlink(missing_ok=True)  # a request to an earlier start
         status.begin(start.step, **facts)
 
