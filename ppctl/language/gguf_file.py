@@ -31,6 +31,15 @@ SIZES = {  # key of config.json: GGUF key without the architecture before it
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "norm_topk_prob": "expert_weights_norm",
 }
+# other keys after the architecture: without effect, or without effect at this value
+NO_FUNCTION = ("vocab_size", "tensor_data_layout", "rope.scaling.type", "rope.scaling.finetuned")
+NEUTRAL: dict[str, Any] = {
+    "attention.causal": True,
+    "expert_gating_func": 1,  # softmax
+    "expert_weights_scale": 1.0,
+    "logit_scale": 1.0,
+    "rope.scaling.factor": 1.0,
+}
 TOKENS = {f"{name}_token_id": f"{name}_token_id" for name in ("bos", "eos")}
 TOKENS["pad_token_id"] = "padding_token_id"
 ARCHITECTURES = {  # general.architecture: model_type; no Gemma: GGUF rounds its norms' 1 + scale
@@ -96,6 +105,7 @@ def _opened(path: Path) -> tuple[dict[str, Any], Tensors, dict[str, str], tuple[
     model_config |= {"tie_word_embeddings": "output.weight" not in names, "vocab_size": vocab_size}
     tokens = {key: _token(path, reader, name, vocab_size) for key, name in TOKENS.items()}
     model_config |= {key: token for key, token in tokens.items() if token is not None}
+    _check_unread(path, found, kind)
     # 3. make the tokenizer's files, and the list of end tokens
     texts, notes = _tokenizer(reader, model_config)
     turn_end = _token(path, reader, "eot_token_id", vocab_size)
@@ -105,6 +115,24 @@ def _opened(path: Path) -> tuple[dict[str, Any], Tensors, dict[str, str], tuple[
         tokens["eos_token_id"] = ends
         texts["generation_config.json"] = json.dumps(tokens, indent=2) + "\n"
     return model_config, _tensors(path, reader, model_config, kind), texts, notes
+
+
+def _check_unread(path: Path, found: Mapping[str, Any], kind: str) -> None:
+    """Raise ConfigError for a key of the architecture that changes the model and is not read."""
+    heads, width = (
+        found.get(f"{kind}.{SIZES[key]}") for key in ("num_attention_heads", "head_dim")
+    )
+    if not width and isinstance(heads, int) and heads:
+        width = found.get(f"{kind}.embedding_length", 0) // heads
+    neutral = NEUTRAL | dict.fromkeys(("rope.dimension_count", "attention.value_length"), width)
+    for name, value in found.items():
+        of, _, key = name.partition(".")
+        if of != kind or key in (*SIZES.values(), *NO_FUNCTION):
+            continue
+        if value != neutral[key] if key in neutral else value:
+            raise ConfigError(
+                f"{path} has {name}={value}, which ppctl lacks. It cannot be imported."
+            )
 
 
 def _reader(path: Path) -> Any:

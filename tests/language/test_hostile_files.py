@@ -17,6 +17,7 @@ import ppctl
 from ppctl.data.chat_templates import ChatTemplate, chat_template, render_question
 from ppctl.data.tokenizer import load_tokenizer
 from ppctl.errors import ConfigError, DataError, PpctlError
+from ppctl.language.gguf_file import open_gguf
 from ppctl.language.import_model import import_model
 
 MODEL = FOLDER / "llama2"
@@ -134,7 +135,7 @@ def test_sizes_of_no_model_are_one_line(settings, tmp_path):
 
 # --- GGUF -----------------------------------------------------------------------------------------
 
-FORMS = {4: "<I", 5: "<i", 6: "<f", 10: "<Q"}  # types of GGUF: of struct
+FORMS = {4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q"}  # types of GGUF: of struct
 TEXT, LIST = 8, 9
 KEYS = {
     "general.architecture": (TEXT, "llama"),
@@ -237,6 +238,34 @@ def test_a_damaged_gguf_file_is_one_line(case, tmp_path):
     pytest.importorskip("gguf")
     (tmp_path / "model.gguf").write_bytes(gguf(**GGUF[case]))
     assert "\n" not in refused(tmp_path / "model.gguf", tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attention.sliding_window", (4, 4096)),
+        ("attention.causal", (7, False)),
+        ("attention.scale", (6, 0.5)),
+        ("rope.dimension_count", (4, 4)),
+        ("rope.scaling.factor", (6, 8.0)),
+        ("expert_gating_func", (4, 2)),
+        ("a_key_of_tomorrow", (4, 1)),
+    ],
+)
+def test_no_key_of_a_gguf_file_is_dropped_that_changes_the_model(key, value, tmp_path):
+    pytest.importorskip("gguf")
+    (tmp_path / "model.gguf").write_bytes(gguf(keys={f"llama.{key}": value}))
+    message = refused(tmp_path / "model.gguf", tmp_path / "run")
+    assert f"model.gguf has llama.{key}={value[1]}, which ppctl lacks" in message
+
+
+def test_keys_of_a_gguf_file_without_effect_are_accepted(tmp_path):
+    pytest.importorskip("gguf")
+    keys = {"vocab_size": (4, 96), "rope.dimension_count": (4, 8), "attention.causal": (7, True)}
+    keys |= {"rope.scaling.finetuned": (7, False), "attention.sliding_window": (4, 0)}
+    keys = {f"llama.{key}": value for key, value in keys.items()}
+    (tmp_path / "model.gguf").write_bytes(gguf(keys=keys))
+    open_gguf(tmp_path / "model.gguf")
 
 
 @pytest.mark.parametrize("size", [0, 10, 100, 1000, -10])
