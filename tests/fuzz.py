@@ -161,9 +161,8 @@ def reference(words: Sequence[str]) -> tuple[dict[str, list[dict[str, float]]], 
     state, run = job.pipe.init(), config.run
     for step, batch in zip(range(1, run.num_steps + 1), job.data.batches(), strict=False):
         state, numbers = job.pipe.step(state, batch)
-        metrics.append(
-            {"step": step} | {key: float(numbers[key]) for key in ("loss", "grad_norm", "lr")}
-        )
+        names = ("loss", *job.pipe.attached_losses, "grad_norm", "lr")
+        metrics.append({"step": step} | {name: float(numbers[name]) for name in names})
         if run.eval_every is not None and step % run.eval_every == 0:
             losses = [
                 float(job.pipe.loss(state, each))

@@ -1,12 +1,16 @@
 """A few requests of `python tests/fuzz.py`, and that it finds what it looks for."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import fuzz
 import pytest
 from fuzz import Served
 from support.fuzz_requests import MISTAKES, request
+
+from ppctl.schedule.families.registry import FAMILIES
+from ppctl.training.pipeline.execution import EXECUTORS
 
 ROOT = Path(__file__).parents[2]
 REFUSAL = Served(2, "", "ppctl: no.\n")
@@ -24,17 +28,35 @@ def test_a_request_is_a_function_of_its_seed_and_number(tmp_path):
     made = [request(7, number, tmp_path) for number in range(300)]
     assert made == [request(7, number, tmp_path) for number in range(300)]
     assert made != [request(8, number, tmp_path) for number in range(300)]
-    words = {word for each in made for word in each.words}
-    for name in (
-        "executor=spmd",
-        "executor=mpmd",
-        "executor=reference",
-        "model=custom",
-        "schedule=csv",
-        "mesh=2x2x2",
-    ):
-        assert name in words
     assert len({each.mistake for each in made}) > len(MISTAKES) / 2
+
+
+def test_every_family_and_feature_is_drawn(tmp_path):
+    words = Counter(
+        word
+        for number in range(600)
+        for word in request(7, number, tmp_path).words
+        for word in (word, word.partition("=")[0])
+    )
+    schedules = {f"schedule={name}" for name in (*FAMILIES, "auto", "csv")}
+    executors = {f"executor={name}" for name in EXECUTORS}
+    assert schedules | executors | {"model=custom", "mesh=2x2x2", "mesh=1x2x1x2"} <= words.keys()
+    # each in at least a third of the requests that it applies to
+    experts, transformers = words["model.moe.num_experts"], words["model=transformer"]
+    shares = {
+        "model=transformer": 600,
+        "model.moe.num_experts": transformers,
+        "+data.options.packs=true": transformers,
+        "+data.options.masked": transformers,
+        "optim.train=lora": transformers,
+        "model.dropout": transformers,
+        "model.linear_dtype=fp8": transformers - experts,
+        "model.moe.dispatch=alltoall": experts,
+        "executor.fuse=fb": words["executor=mpmd"],
+    }
+    rare = {word: words[word] for word, number in shares.items() if words[word] < number / 3}
+    assert not rare
+    assert words["model.moe.capacity"] > experts / 6  # not with adapters
 
 
 def judged(monkeypatch, tmp_path, **found):

@@ -4,39 +4,33 @@ number alone.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from support.all_families import knob_choices, num_chunks, takes
+from support.fuzz_transformers import Axes, transformer
 from support.networks import NETWORKS
 from support.sizes import random_program
 
+from ppctl.schedule.families.registry import FAMILIES
+from ppctl.schedule.mesh_axes import mesh_text
 from ppctl.schedule.schedule_text import to_csv
 
 NUM_STEPS = 5
 MOST_DEVICES = 8
 BROKEN = 0.12  # share of requests that get one mistake on purpose
+LAYERS_OF_TEXT = 4  # most stages of most transformers, whose layers take seconds to compile
 DTYPES = ("float64", "float64", "float64", "float32", "float32", "bfloat16")
 REMAT = ("none", "layer", "full")
-# num_layers by marks; the most for layers=auto
 NETWORK_DATA = {
     "widths": "data=regression data.num_features=6 data.num_targets=3",
     "deep": "data=regression data.num_features=6 data.num_targets=3",
     "images": "data=custom data.target=tests.support.fuzz_models.pictures",
     "tokens": "data=synthetic data.vocab_size=50 data.num_sequences=512 model.seq_len=5",
 }
-ANY_SIZE = (
-    "gpipe",
-    "1f1b",
-    "zb_h1",
-    "zb_h2",
-    "zb_v",
-    "v_half",
-    "v_min",
-    "dualpipe_v",
-)  # families without knobs
-ON_MPMD_ONLY = ("dualpipe_v",)
 
 
 @dataclass
@@ -60,10 +54,16 @@ class Sizes:
 
     def __init__(self, rng: random.Random):
         self.dp, self.pp, self.fsdp = _mesh(rng)
+        self.axes = Axes()
+        self.fuses = False
         self.chunks = 1
         self.num_microbatches = 1
         self.num_layers = 1
         self.num_stages = 1
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        return {"dp": self.dp, "pp": self.pp, "fsdp": self.fsdp, **self.axes.sizes}
 
 
 def request(seed: int, number: int, directory: Path) -> Request:
@@ -75,27 +75,29 @@ def request(seed: int, number: int, directory: Path) -> Request:
     network = rng.choice(list(NETWORKS)) if rng.random() < 0.2 else None
     auto = network is not None and rng.random() < 0.4
     limit = None if network is None else NETWORKS[network][1 + auto]
+    is_mlp = rng.random() < 0.3
+    if network is None and not is_mlp and rng.random() < 0.8:
+        limit = LAYERS_OF_TEXT
     if limit is not None:
         sizes.pp = min(sizes.pp, limit)
-    schedule = _schedule(rng, sizes, executor, limit, directory)
+    sizes.fuses = executor == "mpmd" and rng.random() < 0.5
+    schedule = _schedule(rng, sizes, limit, directory)
     sizes.num_stages = sizes.pp * sizes.chunks
     sizes.num_layers = sizes.num_stages + rng.choice((0, 0, 0, 1, 2))
-    if limit is not None:
+    if network is not None:
         sizes.num_layers = (
             rng.randint(min(limit, max(1, sizes.num_stages)), limit) if auto else limit
         )
-    dtype = rng.choice(DTYPES)
-    made = Request(number, _model(rng, sizes, network, auto))
-    batch = sizes.num_microbatches * sizes.dp * sizes.fsdp * rng.choice((1, 1, 2))
-    made.model += [f"data.batch_size={batch}", "data.eval_fraction=0.25"]
-    made.layout = [
-        f"mesh={sizes.dp}x{sizes.pp}x{sizes.fsdp}",
-        *schedule,
-        *_partition(rng, sizes, executor),
-    ]
-    made.layout += _executor(rng, executor)
-    made.training = [*_optimizer(rng), *_run(rng, executor, dtype)]
-    if sizes.dp * sizes.pp * sizes.fsdp % 2 == 0 and rng.random() < 0.02:
+    model, adapters = _model(rng, sizes, network, auto, executor, is_mlp=is_mlp)
+    dtype = rng.choice(_dtypes(sizes.axes))
+    made = Request(number, model)
+    examples = math.prod((sizes.num_microbatches, sizes.dp, sizes.fsdp, sizes.axes.ep))
+    batch = examples * rng.choice((1, 1, 2, 3))
+    made.model += [f"data.batch_size={batch}", "data.eval_fraction=0.3"]
+    made.layout = [f"mesh={mesh_text(sizes.mesh)}", *schedule, *_partition(rng, sizes, executor)]
+    made.layout += _executor(rng, sizes, executor)
+    made.training = [*_optimizer(rng), *adapters, *_run(rng, sizes, executor, dtype)]
+    if math.prod(sizes.mesh.values()) % 2 == 0 and rng.random() < 0.02:
         made.processes = 2
     if rng.random() < BROKEN:
         _break(rng, made, sizes)
@@ -114,27 +116,14 @@ def _mesh(rng: random.Random) -> tuple[int, int, int]:
             return dp, pp, fsdp
 
 
-def _schedule(
-    rng: random.Random, sizes: Sizes, executor: str, limit: int | None, directory: Path
-) -> list[str]:
+def _schedule(rng: random.Random, sizes: Sizes, limit: int | None, directory: Path) -> list[str]:
     """Return the words of a schedule that fits the ranks, and note its chunks and microbatches."""
     most = (3 if sizes.pp <= 2 else 2) if limit is None else max(1, limit // sizes.pp)  # chunks
-    names = ["eager_1f1b", "interleaved", "interleaved_zb", "looped_bfs", "gis", "auto", "csv"]
-    names += ["gpipe", "1f1b", "zb_h1", "zb_h2"]
-    if most >= 2:
-        names += ["zb_v", "v_half", "v_min", "hanayo"] + ["dualpipe_v"] * (executor == "mpmd")
-    name = rng.choice(names)
-    p, words = sizes.pp, [f"schedule={name}"]
+    p = sizes.pp
     m = sizes.num_microbatches = rng.choice((1, 2, 3, p, p, 2 * p, p + 1))
-    if name in ("zb_v", "v_half", "v_min", "dualpipe_v"):
-        sizes.chunks = 2
-    elif name == "hanayo":
-        waves = rng.randint(1, max(1, most // 2))
-        sizes.chunks = 2 * waves
-        words.append(f"schedule.num_waves={waves}")
-    elif name == "eager_1f1b":
-        words.append(f"schedule.warmup_hops={rng.choice((1, 1.25, 1.5, 2))}")
-    elif name == "csv":
+    # 1. an order of tasks that is found, or in a file
+    name = rng.choice([*FAMILIES, "auto", "csv"])
+    if name == "csv":
         sizes.chunks = rng.randint(1, min(2, most))
         m = sizes.num_microbatches = min(m, 6)
         program = random_program(
@@ -147,23 +136,47 @@ def _schedule(
         path = directory / "schedule.csv"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(to_csv(program.ranks))
-        return [*words, f"schedule.path={path}"]
-    elif name == "auto":
-        words.append(f"schedule.max_chunks={rng.randint(1, min(2, most))}")
-        words += [f"schedule.max_activations={rng.choice((p, 1.5 * p))}"] * (rng.random() < 0.3)
+        return ["schedule=csv", f"schedule.path={path}"]
+    if name == "auto":
         m = sizes.num_microbatches = min(m, 8)
-    elif name in ("interleaved", "interleaved_zb", "looped_bfs", "gis"):
-        sizes.chunks = rng.randint(1, most)
-        words.append(f"schedule.num_chunks={sizes.chunks}")
-        if name in ("interleaved", "interleaved_zb") and m % p:
-            m = sizes.num_microbatches = p * rng.choice((1, 2))
-        if name == "interleaved" and rng.random() < 0.4:
-            words.append(f"schedule.warmup_hops={rng.choice((1, 1.5))}")
-    return [*words, f"schedule.num_microbatches={m}"]
+        words = [f"schedule.max_chunks={rng.randint(1, min(2, most))}"]
+        words += [f"schedule.max_activations={rng.choice((p, 1.5 * p))}"] * (rng.random() < 0.3)
+        return ["schedule=auto", *words, f"schedule.num_microbatches={m}"]
+    # 2. a family, and knobs with few enough chunks
+    fitting = {
+        each: [knobs for knobs in knob_choices(each) if num_chunks(each, knobs) <= most]
+        for each in FAMILIES
+    }
+    if not fitting[name]:
+        name = rng.choice([each for each in FAMILIES if fitting[each]])
+    knobs = rng.choice(fitting[name])
+    sizes.chunks = num_chunks(name, knobs)
+    if sizes.fuses:
+        m = max(m, 2 * p)  # fewer have no neighbours to fuse
+    if not takes(name, p, m):
+        m = p * rng.choice((1, 2))
+    sizes.num_microbatches = m
+    words = [f"schedule.{knob}={value}" for knob, value in knobs.items()]
+    return [f"schedule={name}", *words, f"schedule.num_microbatches={m}"]
 
 
-def _model(rng: random.Random, sizes: Sizes, network: str | None, auto: bool) -> list[str]:
-    """Return the words of a model and of data for it."""
+def _dtypes(axes: Axes) -> tuple[str, ...]:
+    """Return the dtypes, repeated by their weight, in which layouts are comparable."""
+    if axes.is_rounded:
+        return ("float64",)
+    return tuple(name for name in DTYPES if name != "bfloat16" or not axes.chooses)
+
+
+def _model(
+    rng: random.Random,
+    sizes: Sizes,
+    network: str | None,
+    auto: bool,
+    executor: str,
+    *,
+    is_mlp: bool,
+) -> tuple[list[str], list[str]]:
+    """Return the words of a model with its data, and those of its adapters."""
     words = [f"model.num_layers={sizes.num_layers}"]
     if network is not None:
         words += [
@@ -176,31 +189,19 @@ def _model(rng: random.Random, sizes: Sizes, network: str | None, auto: bool) ->
             f"+model.options.marked={str(not auto).lower()}",
         ]
         rows = ["data.num_rows=512"] * NETWORK_DATA[network].startswith("data=regression")
-        return [*words, *NETWORK_DATA[network].split(), *rows]
-    if rng.random() < 0.7:
-        words += ["model=mlp", f"model.d_model={rng.choice((4, 6, 8, 12))}"]
+        return [*words, *NETWORK_DATA[network].split(), *rows], []
+    if is_mlp:
+        words += ["model=mlp", f"model.d_model={rng.choice((4, 5, 6, 7, 8, 12))}"]
         words.append(f"model.activation={rng.choice(('relu', 'tanh', 'gelu'))}")
+        words += ["model.dropout=0.2"] * (rng.random() < 0.5)
         features, targets = rng.randint(1, 8), rng.randint(1, 5)
         words += ["data=regression", "data.num_rows=512", f"data.num_features={features}"]
-        return [*words, f"data.num_targets={targets}"]
-    d_model, heads = rng.choice(((4, 1), (8, 2), (8, 4), (12, 2), (16, 4), (16, 2), (24, 6)))
-    words += ["model=transformer", f"model.d_model={d_model}", f"model.num_heads={heads}"]
-    words.append(
-        f"model.num_kv_heads={rng.choice(['null', *(n for n in range(1, heads + 1) if heads % n == 0)])}"
-    )
-    words += [
-        f"model.mlp_width={d_model * rng.choice((1, 2, 4))}",
-        f"model.activation={rng.choice(('gelu', 'swiglu'))}",
-    ]
-    words += [
-        f"model.tied={rng.choice(('true', 'false'))}",
-        f"model.seq_len={rng.choice((1, 4, 7, 8))}",
-    ]
-    words.append(f"model.rope.theta={rng.choice((100, 10000, 500000))}")
-    words.append(f"model.attention={rng.choice(('auto', 'auto', 'xla', 'chunked'))}")
-    vocab = rng.randint(2, 32)
-    words += [f"model.vocab_size={vocab + rng.randint(0, 5)}"] * (rng.random() < 0.3)
-    return [*words, "data=synthetic", "data.num_sequences=512", f"data.vocab_size={vocab}"]
+        return [*words, f"data.num_targets={targets}"], []
+    if sizes.dp * sizes.pp * sizes.fsdp > MOST_DEVICES // 2 and rng.random() < 0.5:
+        sizes.dp = sizes.fsdp = 1  # room for axes of a stage
+    room = MOST_DEVICES // (sizes.dp * sizes.pp * sizes.fsdp) if executor != "reference" else 1
+    found, adapters, sizes.axes = transformer(rng, room)
+    return [*words, *found], adapters
 
 
 def _partition(rng: random.Random, sizes: Sizes, executor: str) -> list[str]:
@@ -223,15 +224,17 @@ def _partition(rng: random.Random, sizes: Sizes, executor: str) -> list[str]:
     return ["partition=explicit", f"partition.layers='{'|'.join(stages)}'"]
 
 
-def _executor(rng: random.Random, executor: str) -> list[str]:
+def _executor(rng: random.Random, sizes: Sizes, executor: str) -> list[str]:
     words = [f"executor={executor}", f"executor.remat={rng.choice(REMAT)}"]
     words += [f"executor.unroll={rng.choice((0, 1, 2))}"] * (
-        executor != "reference" and rng.random() < 0.5
+        executor != "reference" and not sizes.fuses and rng.random() < 0.5
     )
     if executor == "spmd":
         words += ["executor.gather=layer"] * (rng.random() < 0.3)
     if executor == "mpmd":
         words += ["executor.post_validation=true"] * (rng.random() < 0.4)
+        words += ["executor.fuse=fb"] * sizes.fuses
+        words += ["executor.context=ring"] * (sizes.axes.cp > 1 and rng.random() < 0.5)
     return words
 
 
@@ -251,7 +254,7 @@ def _optimizer(rng: random.Random) -> list[str]:
     return [*words, "optim=sgd", "optim.lr=0.01", f"optim.momentum={rng.choice(('null', 0.9))}"]
 
 
-def _run(rng: random.Random, executor: str, dtype: str) -> list[str]:
+def _run(rng: random.Random, sizes: Sizes, executor: str, dtype: str) -> list[str]:
     words = [
         f"run.num_steps={NUM_STEPS}",
         f"run.seed={rng.choice((0, 1, 2**31 - 1))}",
@@ -264,7 +267,8 @@ def _run(rng: random.Random, executor: str, dtype: str) -> list[str]:
     ]
     words += ["run.trackers=[]"] * (rng.random() < 0.9)
     words += ["run.checkpoint.enabled=false"] * (rng.random() < 0.75)
-    words += ["run.timeline=true"] * (executor == "mpmd" and rng.random() < 0.05)
+    has_timeline = executor == "mpmd" and not sizes.fuses and rng.random() < 0.05
+    words += ["run.timeline=true"] * has_timeline
     return words
 
 
@@ -280,7 +284,7 @@ def _break(rng: random.Random, made: Request, sizes: Sizes) -> None:
 
 MISTAKES: dict[str, Callable[[Sizes], list[str]]] = {  # words that come last, and so count
     "a batch that cannot be divided": lambda s: [
-        f"data.batch_size={s.num_microbatches * s.dp * s.fsdp + 1}"
+        f"data.batch_size={s.num_microbatches * s.dp * s.fsdp * s.axes.ep + 1}"
     ],
     "fewer layers than stages": lambda s: ["model.num_layers=1"],
     "layers for another number of stages": lambda s: [
@@ -301,7 +305,6 @@ MISTAKES: dict[str, Callable[[Sizes], list[str]]] = {  # words that come last, a
     "hops out of range": lambda s: ["schedule=eager_1f1b", "schedule.warmup_hops=3"],
     "a knob of another family": lambda s: ["schedule=gpipe", "schedule.num_chunks=2"],
     "no waves": lambda s: ["schedule=hanayo", "schedule.num_waves=0"],
-    "a placement that is no ring": lambda s: ["executor=spmd", "schedule=dualpipe_v"],
     "the reference on several devices": lambda s: ["executor=reference", "mesh=2x1"],
     "post-validation of one program": lambda s: ["executor=spmd", "executor.post_validation=true"],
     "a timeline of one program": lambda s: ["executor=spmd", "run.timeline=true"],
