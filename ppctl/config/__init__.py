@@ -59,6 +59,7 @@ from ppctl.config.groups.schedule_settings import (
     Schedule,
 )
 from ppctl.errors import ConfigError, as_setting, written_as
+from ppctl.schedule.ir import MOST_TASKS
 from ppctl.schedule.mesh_axes import (
     DATA_AXES,
     check_experts,
@@ -270,7 +271,6 @@ def _check_views(run: Run, executor: AnyExecutor, plan: Plan, inspect: Inspect) 
 
 # --- sizes that no machine can lay out or hold ---------------------------------------------------
 
-MOST_TASKS = 500_000  # tasks per step: each takes 10 to 100 microseconds to lay out and simulate
 MOST_PARAMETERS = 10**15  # 12 petabytes with moments: more than the largest machines hold
 
 

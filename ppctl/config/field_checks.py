@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, cast, get_args, get_ori
 
 from ppctl.errors import ConfigError
 
+SMALLEST = 1e-100  # positive numbers up to 1/SMALLEST have finite products and ratios
 LARGEST = 2**31 - 1  # largest int setting: steps and seeds are int32 on devices
 DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 EXPONENT = re.compile(r"-?[\d.]+[eE][+-]?\d+")
@@ -34,6 +35,9 @@ def at_least(key: str, value: float | None, least: float) -> None:
 def above_zero(key: str, value: float | None) -> None:
     if value is not None and not 0 < value < math.inf:  # written so that NaN fails
         raise ConfigError(f"{key}={value} must be a finite number above 0.")
+    if value is not None and not SMALLEST <= value <= 1 / SMALLEST:
+        reach = f"{SMALLEST:g} to {1 / SMALLEST:g}"
+        raise ConfigError(f"{key}={value} is out of reach: numbers go from {reach}.")
 
 
 def within(key: str, value: float, *, least: float = 0, most: float = 1) -> None:

@@ -8,6 +8,7 @@ new adapters do not change the model. Embedding and head have no adapters. Sourc
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -40,7 +41,7 @@ class Lora:
         dropout: Rate of dropped entries of an adapter's input in training, 0 <= rate < 1.
 
     Raises:
-        ConfigError: A target or the rate is invalid.
+        ConfigError: An attribute is invalid.
     """
 
     rank: int = 16
@@ -55,6 +56,10 @@ class Lora:
                 f"{unknown[0]} in lora_targets is not a linear map of a block. Choose from "
                 f"{', '.join(PROJECTIONS)}."
             )
+        if not (isinstance(self.rank, Integral) and self.rank >= 1):
+            raise ConfigError(f"rank={self.rank} of adapters is not a whole number above 0.")
+        if not 0 < self.alpha < math.inf:
+            raise ConfigError(f"alpha={self.alpha} of adapters is not a finite number above 0.")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout={self.dropout} of adapters is invalid. Use 0 <= rate < 1.")
 

@@ -84,13 +84,15 @@ def dropout(key: jax.Array | None, x: jax.Array, rate: float, *, draw: int = 0) 
         draw: Index of this draw in the layer; draws with the same index drop the same entries.
 
     Raises:
-        ConfigError: The rate is outside of 0 <= rate < 1.
+        ConfigError: The rate is outside of 0 <= rate < 1, or draw of 0 <= draw < 2**32.
 
     References:
         Srivastava et al. 2014.
     """
     if not 0 <= rate < 1:
         raise ConfigError(f"dropout has rate={rate}. Use 0 <= rate < 1.")
+    if not 0 <= draw < 2**32:
+        raise ConfigError(f"dropout has draw={draw}. Use 0 <= draw < 2**32.")
     if key is None or rate == 0:
         return x
     if key.ndim == 1 and x.ndim > 2:

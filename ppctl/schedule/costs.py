@@ -1,7 +1,9 @@
 """Costs of tasks: seconds and bytes, for simulator, search and planner."""
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
+from typing import Any
 
 from ppctl.errors import ConfigError
 from ppctl.schedule.remat import Remat
@@ -10,6 +12,22 @@ from ppctl.schedule.remat import Remat
 OF_STAGES = {"F": "forward_s", "I": "input_grad_s", "W": "weight_grad_s"}
 OF_PARTS = {"E": "embedding_s", "S": "logits_s", "T": "logits_grad_s", "G": "embedding_grad_s"}
 OfStages = float | tuple[float, ...]  # cost of 1/p of the model | cost of each stage
+SMALLEST, LARGEST = 1e-100, 1e100  # costs above 0: sums and ratios of any two are finite floats
+
+
+def check_cost(key: str, value: Any, largest: float = LARGEST) -> None:
+    """Raise ConfigError unless `value` is 0, or a number from SMALLEST to `largest`."""
+    number: Any = value if isinstance(value, Real) else -1
+    if not (number == 0 or SMALLEST <= number <= largest):
+        what = "time in seconds" if key.endswith("_s") else "size"
+        use = f"Use 0, or a number from {SMALLEST:g} to {largest:g}"
+        raise ConfigError(f"{key}={value} is not a {what}. {use}.")
+
+
+def check_work(times_s: Mapping[str, OfStages]) -> None:
+    """Raise ConfigError if the seconds of F, I and W, by name, are all 0."""
+    if not any(any(each) if isinstance(each, tuple) else each for each in times_s.values()):
+        raise ConfigError(f"{'='.join(times_s)}=0: give one of them a time.")
 
 
 @dataclass(frozen=True)
@@ -39,11 +57,9 @@ class Costs:
     def __post_init__(self) -> None:
         settings: dict[str, OfStages] = vars(self)
         for name, value in settings.items():
-            what, unit = ("time", "seconds") if name.endswith("_s") else ("size", "bytes")
-            for number in value if isinstance(value, tuple) else (value,):
-                if not 0 <= number < math.inf:  # NaN fails too
-                    use = f"Use a finite number of {unit}, at least 0."
-                    raise ConfigError(f"{name}={number} is not a {what}. {use}")
+            for number in value if isinstance(value, tuple) and name != "transfer_s" else (value,):
+                check_cost(name, number)
+        check_work({name: settings[name] for name in OF_STAGES.values()})
 
     @property
     def backward_s(self) -> float:

@@ -45,6 +45,7 @@ KINDS, PART_KINDS = tuple(STAGE_WRITES), tuple(PART_WRITES)
 ALL_KINDS = KINDS + PART_KINDS
 WRITES = STAGE_WRITES | PART_WRITES
 PART_VALUES = tuple(name for names in PART_WRITES.values() for name in names)
+MOST_TASKS = 500_000  # tasks that are laid out or simulated: each takes 10 to 100 microseconds
 
 _CELL = re.compile(rf"([0-9]{{1,9}})([{''.join(ALL_KINDS)}])([0-9]{{1,9}})")
 

@@ -17,9 +17,8 @@ from ppctl.schedule.ir import ALL_KINDS, Schedule, Task, Value, writes
 from ppctl.schedule.lockstep_ticks import tick_phases
 from ppctl.schedule.search.placement_costs import Placed, peak_activations
 from ppctl.schedule.tick_lowering import Ticks
-from ppctl.schedule.validation import check_order
+from ppctl.schedule.validation import check_order, check_places
 
-MOST_TASKS = 500_000  # maximum tasks of a simulation: about a second with one chunk per rank
 ROUNDING = 1e-12  # relative rounding error of a time
 
 
@@ -120,6 +119,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     >>> simulate(one_f_one_b(8, 32), Costs()).makespan_s
     117.0
     """
+    check_places(schedule)
     costs.check(schedule.num_stages, schedule.vocab_parts)
     jobs = Jobs(schedule, costs)
     run = jobs.run(jobs.first)

@@ -33,6 +33,7 @@ from ppctl.schedule.tick_table import (
     leaves_last_forward,
     why_not,
 )
+from ppctl.schedule.validation import check_places
 
 # columns for a vocabulary divided over ranks, one for each pass (see `Passes`). A value is the
 # pass's microbatch + 1, or 0 if the tick has no such pass; all ranks have the same values
@@ -116,6 +117,7 @@ def ticks(schedule: Schedule, costs: Costs, remat: Remat | str = Remat.FULL) -> 
     Raises:
         ScheduleError: if the ring cannot run the schedule.
     """
+    check_places(schedule)
     packed = packings(schedule)
     return in_shape(schedule, fastest(packed, costs, schedule.num_chunks), Remat.of(remat))
 

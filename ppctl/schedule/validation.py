@@ -12,6 +12,9 @@ from ppctl.schedule.execution_order import Jobs, Rule
 from ppctl.schedule.ir import PART_KINDS, WRITES, Kind, Schedule, Task, Value, writes
 
 GRID_WIDTH = 14  # number of steps shown
+# maximum number of (stage, microbatch) pairs to search for the first missing task, unless the
+# schedule has at least as many tasks as pairs
+MOST_MISSING = 100_000
 # required values of each stage, then of each vocabulary part, with the kinds of their writers
 NEEDED: tuple[dict[str, Kind], ...] = (
     {"act": "F", "wgrad": "B"},
@@ -21,14 +24,36 @@ NEEDED: tuple[dict[str, Kind], ...] = (
 
 def validate(schedule: Schedule) -> Schedule:
     """Return `schedule`. ScheduleError for misplaced, missing, repeated or blocked tasks."""
-    for stage, rank in enumerate(schedule.rank_of):
-        if not 0 <= rank < schedule.num_ranks:
-            ranks = f"there are ranks 0..{schedule.num_ranks - 1}"
-            raise ScheduleError(f"stage {stage} is placed on rank {rank}, but {ranks}.")
+    check_places(schedule)
     rule = Rule.of(schedule)
     _check_complete(schedule, rule, _check_tasks(schedule, rule))
     check_order(schedule)
     return schedule
+
+
+def check_places(schedule: Schedule) -> None:
+    """Raise ScheduleError for a stage or task out of range, or if most tasks are missing.
+
+    The values of a schedule without most of its tasks would fill the memory.
+    """
+    for stage, rank in enumerate(schedule.rank_of):
+        if not 0 <= rank < schedule.num_ranks:
+            ranks = f"there are ranks 0..{schedule.num_ranks - 1}"
+            raise ScheduleError(f"stage {stage} is placed on rank {rank}, but {ranks}.")
+    num_tasks, m = sum(map(len, schedule.ranks)), schedule.num_microbatches
+    num_pairs = m * schedule.num_stages
+    num_places = {kind: len(schedule.ranks_of(kind)) for kind in WRITES}
+    if num_tasks == 0 or num_pairs > max(num_tasks, MOST_MISSING):
+        raise ScheduleError(
+            f"{schedule.name}: {m} microbatches of {schedule.num_stages} stages are "
+            f"2*{m}*{schedule.num_stages} = {2 * num_pairs} tasks or more, but there are "
+            f"{num_tasks}."
+        )
+    for rank, tasks in enumerate(schedule.ranks):
+        for step, (stage, kind, microbatch) in enumerate(tasks):
+            if not (0 <= microbatch < m and 0 <= stage < num_places.get(kind, 0)):
+                what = _misplaced(schedule, tasks[step], rank)
+                raise fault(schedule, rank, step, what)
 
 
 def check_order(schedule: Schedule) -> None:
@@ -49,13 +74,12 @@ def check_order(schedule: Schedule) -> None:
 def _check_tasks(schedule: Schedule, rule: Rule) -> bytearray:
     """Return 1 for each written value, else 0. ScheduleError for a misplaced or repeated task."""
     holders = {kind: schedule.ranks_of(kind) for kind in WRITES}
-    num_microbatches, written = schedule.num_microbatches, bytearray(rule.num_values)
+    written = bytearray(rule.num_values)
     for rank, tasks in enumerate(schedule.ranks):
         for step, task in enumerate(tasks):
             stage, kind, m = task
-            held = holders.get(kind, ())
-            is_placed = 0 <= stage < len(held) and held[stage] == rank
-            if not (is_placed and 0 <= m < num_microbatches):
+            held = holders[kind]
+            if held[stage] != rank:
                 raise fault(schedule, rank, step, _misplaced(schedule, task, rank))
             for base in rule.writes[stage, kind]:
                 if written[base + m]:

@@ -79,8 +79,8 @@ FAULTS = [
     ("show run.name=x", "run.name=x: no schedule depends on run"),
     ("show hardware=h100", "hardware=h100: no schedule depends on hardware. Leave it out"),
     ("show mseh=1x2", "mseh is not a part of a drawing. Did you mean mesh"),
-    ("show costs.forward_s=-1", "costs.forward_s=-1.0 must be a finite number of at least 0"),
-    ("show costs.forward_s=nan", "costs.forward_s=nan must be a finite number"),
+    ("show costs.forward_s=-1", "costs.forward_s=-1.0 is not a time in seconds. Use 0, or"),
+    ("show costs.forward_s=nan", "costs.forward_s=nan is not a time"),
     ("show costs.forward_s=fast", "costs.forward_s=fast: Value 'fast' of type 'str' could not"),
     (
         "show costs.forwrad_s=1",

@@ -75,15 +75,15 @@ def test_a_file_is_compared_with_families_at_its_own_size(capsys):
         ("show zero-bubble", "Did you mean schedule=zb_h1 or schedule=zb_v?"),
         (
             "show schedule=gpipe mesh=1x1024 schedule.num_microbatches=4096 --format csv",
-            "too many to simulate (500,000 at most). Use fewer ranks or microbatches",
+            "2*1024*1*4096 = 8,388,608 tasks are more than the 500,000 that ppctl lays out (gpipe). Use fewer ranks",
         ),
         (
             "compare gpipe mesh=1x1024 schedule.num_microbatches=4096 --out all.pdf",
-            "too many to simulate (500,000 at most). Use fewer ranks or microbatches",
+            "2*1024*1*4096 = 8,388,608 tasks are more than the 500,000 that ppctl lays out (gpipe). Use fewer ranks",
         ),
         (
             "list mesh=1x1024 schedule.num_microbatches=4096",
-            "too many to simulate (500,000 at most). Use fewer ranks or microbatches",
+            "2*1024*1*4096 = 8,388,608 tasks are more than the 500,000 that ppctl lays out (gpipe). Use fewer ranks",
         ),
     ],
 )

@@ -171,6 +171,7 @@ def test_settings_load_no_schedule_family():
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     rules = (
         "ppctl.schedule.ir",  # of ppctl itself: a schedule shows its chart in notebooks
+        "ppctl.schedule.costs",  # their bounds
         "ppctl.schedule.remat",
         "ppctl.schedule.engine_traits",
         "ppctl.schedule.mesh_axes",

@@ -22,13 +22,13 @@ TIMES = [
 
 
 @pytest.mark.parametrize("name", TIMES)
-@pytest.mark.parametrize("value", [-1.0, math.inf, math.nan])
+@pytest.mark.parametrize("value", [-1.0, math.inf, math.nan, 1e308, 1e-320, "1"])
 def test_a_cost_that_is_not_a_time_is_refused(name, value):
     with pytest.raises(ConfigError) as error:
         Costs(**{name: value})
     assert (
         str(error.value)
-        == f"{name}={value} is not a time. Use a finite number of seconds, at least 0."
+        == f"{name}={value} is not a time in seconds. Use 0, or a number from 1e-100 to 1e+100."
     )
 
 

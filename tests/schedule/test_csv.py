@@ -70,7 +70,7 @@ def test_empty_cells_are_idle_steps():
         ),
         (
             "0F0,0B0,0F999999999,0B999999999\n",
-            "mine: 1000000000 microbatches (the largest is 999999999) of 1 stages are "
+            "mine: 1000000000 microbatches of 1 stages are "
             "2*1000000000*1 = 2000000000 tasks or more, but there are 4.",
         ),
         (

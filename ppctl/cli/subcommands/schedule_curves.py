@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from ppctl import config as settings
-from ppctl.cli.subcommands.schedule_show import check_size, costs_on, costs_text, deliver
+from ppctl.cli.subcommands.schedule_show import costs_on, costs_text, deliver
 from ppctl.config.schedule_from_config import label, schedule_of
 from ppctl.errors import ConfigError, ScheduleError, one_line
 from ppctl.reports.charts.image_charts import FORMS, Panel, panels
@@ -75,7 +75,6 @@ def curve_grid(
     for p, m in product(ranks, microbatches):
         schedule = replace(request.schedule, num_microbatches=m)
         sized = request._replace(mesh=replace(request.mesh, pp=p), schedule=schedule)
-        check_size(sized)
         try:
             cells[p, m] = _point(sized)
         except ScheduleError as error:

@@ -9,7 +9,6 @@ from typing import Annotated, Any, ClassVar
 from ppctl.config.field_checks import (
     Count,
     Natural,
-    NotNegative,
     Positive,
     Settings,
     SomePath,
@@ -19,6 +18,7 @@ from ppctl.config.field_checks import (
     within,
 )
 from ppctl.errors import ConfigError
+from ppctl.schedule.costs import OF_STAGES, check_cost, check_work
 
 VOCAB = ("whole", "parallel")
 MaxChunks = Annotated[int, up_to(64, "each number of chunks is searched")]
@@ -109,8 +109,8 @@ class Csv(Schedule):
 
 AnySchedule = Schedule | Eager1F1B | Chunked | Interleaved | Hanayo | Auto | Csv
 
-
-TIMES = ("forward_s", "input_grad_s", "weight_grad_s")
+Cost = Annotated[float, check_cost]
+CostGib = Annotated[float, partial(check_cost, largest=1e90)]  # finite in bytes
 
 
 @dataclass
@@ -119,12 +119,12 @@ class Costs(Settings):
     A chunk costs 1/V of that.
     """
 
-    forward_s: NotNegative = 1.0  # F, seconds of a forward
-    input_grad_s: NotNegative = 1.0  # I, seconds of the gradient of inputs; backward B is I and W
-    weight_grad_s: NotNegative = 1.0  # W, seconds of the gradient of weights
-    transfer_s: NotNegative = 0.0  # seconds to send an activation or gradient to the next rank
-    activation_gib: NotNegative = 0.0  # residuals of a forward through 1/p of the layers
-    fixed_gib: NotNegative = 0.0  # parameters, optimizer and gradient sums of 1/p of the layers
+    forward_s: Cost = 1.0  # F, seconds of a forward
+    input_grad_s: Cost = 1.0  # I, seconds of the gradient of inputs; backward B is I and W
+    weight_grad_s: Cost = 1.0  # W, seconds of the gradient of weights
+    transfer_s: Cost = 0.0  # seconds to send an activation or gradient to the next rank
+    activation_gib: CostGib = 0.0  # residuals of a forward through 1/p of the layers
+    fixed_gib: CostGib = 0.0  # parameters, optimizer and gradient sums of 1/p of the layers
     # rows of experts on the most loaded device, over the mean; read by predictions for a model only
     expert_imbalance: Annotated[float, partial(at_least, least=1)] = 1.0
 
@@ -133,6 +133,4 @@ class Costs(Settings):
 
     def check(self) -> None:
         super().check()
-        if not any(getattr(self, key) for key in TIMES):
-            times = "=".join(f"costs.{key}" for key in TIMES)
-            raise ConfigError(f"{times}=0: give one of them a time.")
+        check_work({f"costs.{name}": getattr(self, name) for name in OF_STAGES.values()})

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ppctl.config import AutoHardware, Hardware, Plan
+from ppctl.config.field_checks import domains
 from ppctl.errors import ConfigError, nearest, suggested
 from ppctl.executors.model_shapes import Model, tree_bytes
 from ppctl.executors.mpmd.dispatch_plan import ProgramId
@@ -23,10 +24,10 @@ from ppctl.planner.cost.target_devices import DeviceLimit, Target
 from ppctl.planner.cost.task_flops import work_of
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import BASELINE, build
-from ppctl.schedule.ir import PART_KINDS
+from ppctl.schedule.ir import MOST_TASKS, PART_KINDS
 from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.schedule.piece_times import OpTimes, costs_of, costs_of_stages
-from ppctl.schedule.simulator import MOST_TASKS, Timeline
+from ppctl.schedule.simulator import Timeline
 from ppctl.training.pipeline.job import TrainingJob, model_on
 from ppctl.training.pipeline.known_hardware import described_only, known
 from ppctl.training.pipeline.layer_optimizers import LayerOptimizer
@@ -141,7 +142,14 @@ def plan(
     request = hardware_named(hardware)
     how = device, pipe.mesh.size, str(pipe.dtype)
     counted = model_on(pipe, described_only(request, device.device_kind))
-    return predict_pipeline(pipe, counted, Target(request, *how, Plan(memory_gib=memory_gib)))
+    return predict_pipeline(pipe, counted, Target(request, *how, limits_of(memory_gib)))
+
+
+def limits_of(memory_gib: float | None) -> Plan:
+    """Return the settings of a plan for devices with this memory. ConfigError if impossible."""
+    limits = Plan(memory_gib=memory_gib)
+    domains("", limits)
+    return limits
 
 
 def hardware_named(name: str) -> Hardware | AutoHardware:

@@ -7,12 +7,17 @@ from typing import Any
 
 import optax
 
-from ppctl.config import Mpmd, Plan, Spmd, Tune
+from ppctl.config import Mpmd, Spmd, Tune
 from ppctl.errors import ConfigError
 from ppctl.executors.device_mesh import all_devices, repeated_mesh
 from ppctl.model.network import Network
 from ppctl.model.stack import Stack
-from ppctl.planner.cost.predict_step import PipelinePlan, hardware_named, predict_pipeline
+from ppctl.planner.cost.predict_step import (
+    PipelinePlan,
+    hardware_named,
+    limits_of,
+    predict_pipeline,
+)
 from ppctl.planner.cost.target_devices import Target
 from ppctl.planner.search.layout_candidate import Candidate, knobs_of
 from ppctl.planner.search.tune_layouts import Row, planned_layouts, search_of
@@ -75,14 +80,13 @@ def tune(
     shapes, request, device = shapes_of(batch), hardware_named(hardware), all_devices()[0]
     dtype = floating("dtype", dtype, default_dtype(request, device))
     stack = layered_stack(model, batch, layers, dtype)
-    target = Target(request, device, num_devices, str(dtype), Plan(memory_gib=memory_gib))
-
+    target = Target(request, device, num_devices, str(dtype), limits_of(memory_gib))
+    names = None if schedules is None else [family(name).name for name in schedules]
     # 2. the model with the hardware's kernels
     other, make = described_only(request, device.device_kind), stack.options.on_device
     there = stack if other is None or make is None else make(described_device(other) or device)
-
     # 3. the search
-    counted, choices = there.counted(), Tune(schedules=schedules and [*schedules], best=best)
+    counted, choices = there.counted(), Tune(schedules=names, best=best)
     search = search_of(executor, choices, optimizer, counted, shapes, target)
     pipelined = partial(pipeline, stack, batch=shapes, optimizer=optimizer, dtype=dtype)
 

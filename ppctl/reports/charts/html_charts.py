@@ -16,8 +16,7 @@ from ppctl.reports.charts.schedule_drawing import (
     reasons,
 )
 from ppctl.reports.page_kit import asset, filled, page, soft, text
-from ppctl.schedule.ir import ALL_KINDS, PART_KINDS
-from ppctl.schedule.simulator import MOST_TASKS
+from ppctl.schedule.ir import ALL_KINDS, MOST_TASKS, PART_KINDS
 
 DIGITS = 7  # digits of the makespan that rounded numbers keep; a wide screen shows four
 

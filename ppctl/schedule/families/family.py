@@ -7,11 +7,13 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 from typing import Any
 
+from ppctl.errors import ScheduleError
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.families.formulas import Formula, FormulaInputs
-from ppctl.schedule.ir import Schedule
+from ppctl.schedule.families.formulas import Formula, FormulaInputs, require_at_least
+from ppctl.schedule.ir import MOST_TASKS, Schedule
 from ppctl.schedule.tick_table import why_not
 
 SAMPLE_SIZE = (4, 8)  # ranks and microbatches of samples; every family supports them
@@ -76,6 +78,24 @@ class Family:
     def runs_on_ring(self) -> bool:
         """Return whether executor=spmd can run the family's schedules."""
         return why_not(self.sample) is None
+
+    def check_size(self, num_ranks: int, num_microbatches: int, **knobs: float) -> None:
+        """Raise ScheduleError for sizes below 1, or more than MOST_TASKS tasks."""
+        sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
+        for what, value in sizes.items():
+            if not isinstance(value, Integral):
+                raise ScheduleError(f"{what}={value!r} is not a whole number ({self.name}).")
+            require_at_least(self.name, what, value, 1)
+        chunks = knobs.get("num_chunks") or 2 * knobs.get("num_waves", 0) or self.num_chunks
+        of_stage = 3 if self.is_split else 2
+        number = of_stage * num_ranks * chunks * num_microbatches
+        if number > MOST_TASKS:
+            raise ScheduleError(
+                f"{num_ranks} ranks, {chunks} stages each, {num_microbatches} microbatches: "
+                f"{of_stage}*{num_ranks}*{chunks}*{num_microbatches} = {number:,} tasks are more "
+                f"than the {MOST_TASKS:,} that ppctl lays out ({self.name}). Use fewer ranks, "
+                "stages or microbatches."
+            )
 
     def makespan_s(
         self, num_ranks: int, num_microbatches: int, costs: Costs, **knobs: Any

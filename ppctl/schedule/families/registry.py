@@ -19,7 +19,6 @@ from typing import Any
 from ppctl.errors import ScheduleError, nearest, suggested
 from ppctl.schedule import families
 from ppctl.schedule.families.family import Family
-from ppctl.schedule.families.formulas import require_at_least
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.lockstep_ticks import runs_in_fb_ticks
 from ppctl.schedule.validation import validate
@@ -63,10 +62,9 @@ class FamilyWithKnobs:
 
     def build(self, num_ranks: int, num_microbatches: int) -> Schedule:
         """Return the validated schedule. ScheduleError for unsupported sizes."""
-        require_at_least(self.name, "num_ranks", num_ranks, 1)
-        require_at_least(self.name, "num_microbatches", num_microbatches, 1)
-        made = FAMILIES[self.name].generate(num_ranks, num_microbatches, **self.knobs)
-        return validate(made)
+        family = FAMILIES[self.name]
+        family.check_size(num_ranks, num_microbatches, **self.knobs)
+        return validate(family.generate(num_ranks, num_microbatches, **self.knobs))
 
 
 def family(name: str, **knobs: Any) -> FamilyWithKnobs:

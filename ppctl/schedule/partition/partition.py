@@ -9,6 +9,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, groupby, pairwise
+from numbers import Integral
 
 from ppctl.errors import ConfigError, setting
 
@@ -159,7 +160,10 @@ def explicit(num_layers: int, num_stages: int, layers: Sequence[int] | str) -> P
             f"{setting('schedule.num_chunks')}."
         )
     # 2. the number of layers of each stage
-    counts = [n if isinstance(n, int) else _count(n, s, last, shown) for s, n in enumerate(stages)]
+    counts = [_count(n, s, last, shown) if isinstance(n, str) else n for s, n in enumerate(stages)]
+    for s, n in enumerate(counts):
+        if not isinstance(n, Integral):
+            raise ConfigError(f"{shown}: stage {s} has {n} layers, which is not a whole number.")
     for s, n in enumerate(counts):
         if n < min(1, s, last - s):
             raise ConfigError(

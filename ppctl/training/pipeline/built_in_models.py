@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ppctl import config as settings
-from ppctl.config.field_checks import above_zero, at_least, choice, settings_from
+from ppctl.config.field_checks import above_zero, choice, settings_from
 from ppctl.config.groups.model_settings import ATTENTIONS, FAMILIES, AnyModel, Linear, Llama3, Yarn
 from ppctl.config.groups.model_settings import Rope as RopeSettings
 from ppctl.data import DataSet
@@ -23,6 +23,7 @@ from ppctl.model.experts import grouped_products
 from ppctl.model.experts.router import ExpertSizes
 from ppctl.model.lora import Lora
 from ppctl.model.stack import Stack
+from ppctl.training.pipeline.call_checks import whole_number
 from ppctl.training.pipeline.user_code import custom_stack
 
 
@@ -87,7 +88,8 @@ def attention(
     choice("kernel", kernel, ATTENTIONS)
     above_zero("scale", scale)
     above_zero("softcap", softcap)
-    at_least("window", window, 1)
+    if window is not None:
+        window = whole_number("window", window, 1)
     return attention_of(kernel, device, scoring=Scoring(scale, softcap, window))
 
 
@@ -106,6 +108,8 @@ def mlp(*, input_dim: int, target_dim: int, dtype: Any = jnp.float32, **sizes: A
     Raises:
         ConfigError: A size is unknown or impossible.
     """
+    input_dim = whole_number("input_dim", input_dim, 1)
+    target_dim = whole_number("target_dim", target_dim, 1)
     return _mlp(_checked(settings.MLP, sizes, drop=("name",)), input_dim, target_dim, dtype)
 
 

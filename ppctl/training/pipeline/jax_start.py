@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from ppctl.config import Hardware, Run
 from ppctl.config import Mesh as MeshSettings
-from ppctl.config.field_checks import domains
+from ppctl.config.field_checks import domains, settings_from
 from ppctl.errors import ConfigError, setting
 from ppctl.executors.compiler_options import add_to_xla_flags
 from ppctl.executors.device_mesh import all_devices, make_mesh
@@ -61,7 +61,7 @@ def mesh(*, order: str = "auto", **sizes: int) -> Mesh:
     for name in sizes:
         if name not in AXES:
             raise ConfigError(f"{name}={sizes[name]} is not a mesh axis. Use {', '.join(AXES)}.")
-    settings = MeshSettings(**sizes, order=order)
+    settings = settings_from(MeshSettings, {**sizes, "order": order}, "mesh")
     domains("", settings)
     simulate(settings.num_devices)
     return make_mesh(settings.sizes, order)

@@ -68,8 +68,8 @@ def schedule_for(
     size, sizes = num_examples(shapes["inputs"]), MeshSizes.of(mesh.shape).shown(DATA_AXES)
     factors = {"num_microbatches": plan.num_microbatches} | sizes
     multiple = prod(factors.values())
-    if size % multiple:
-        remedy = f"Use {-(-size // multiple) * multiple}, or fewer microbatches."
+    if size == 0 or size % multiple:
+        remedy = f"Use {max(1, -(-size // multiple)) * multiple}, or fewer microbatches."
         raise ConfigError(
             f"batch size {size} is not a multiple of {product_text(factors)}. {remedy}"
         )
