@@ -56,7 +56,10 @@ REFUSED = {
         "batch size 0 is not a multiple of .* = 2. Use 2,",
     ),
     "memory": (lambda: tune(memory_gib=1e308), "memory_gib=1e.308 is out of reach"),
-    "no memory": (lambda: ppctl.plan(pipe(), memory_gib=math.nan), "memory_gib=nan must be a finite"),
+    "no memory": (
+        lambda: ppctl.plan(pipe(), memory_gib=math.nan),
+        "memory_gib=nan must be a finite",
+    ),
     "family": (lambda: tune(schedules=["x"]), "schedule=x is not one of gpipe"),
 }
 
