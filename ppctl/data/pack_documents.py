@@ -1,8 +1,8 @@
 """Language data as documents packed into sequences; attention stays within a document.
 
 Inputs and targets: [examples, seq_len]. The first token of each document in a sequence is written
-as its complement, ~id = -1 - id, which tells the model where documents start. Targets of padding
-and prompts are NO_TOKEN.
+as its complement, ~id = -1 - id, which tells the model where documents start, and the first token
+of padding as PADDING. Targets of padding and prompts are NO_TOKEN.
 """
 
 from bisect import bisect_left, insort
@@ -14,6 +14,7 @@ from ppctl.data.dataset import Batch, DataSet, divided
 from ppctl.data.token_windows import NO_TOKEN, digest
 from ppctl.errors import DataError
 
+PADDING = -(2**31)  # the input that begins padding, as in ppctl.model.packed_sequences
 MOST_OPEN = 64  # maximum sequences kept open for further pieces
 
 
@@ -40,7 +41,7 @@ def packed(
     """Return the data set of documents packed into sequences of seq_len tokens.
 
     Document i is ids[ends[i - 1] : ends[i]]; its last token is only a target. The last sequences
-    are held out. end: token that pads sequences. Other arguments are those of `from_tokens`. Raises
+    are held out. end: token that fills padding. Other arguments are those of `from_tokens`. Raises
     DataError for too few sequences, or without a token that is learned.
     """
     # 1. the pieces of each sequence
@@ -65,7 +66,7 @@ def packed(
                 inputs[row, place] = ~inputs[row, place]
                 place += length
             if place < seq_len:
-                inputs[row, place] = ~end  # padding is one more document, without targets
+                inputs[row, place] = PADDING
         return {"inputs": inputs, "targets": targets}
 
     # 3. names and sizes

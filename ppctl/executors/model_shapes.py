@@ -116,12 +116,14 @@ class Model:
         place, number = (jax.ShapeDtypeStruct((), dtype) for dtype in (self.master, jnp.int32))
         return self.inputs.extended(layer, place, number)
 
-    def computed_params(self, params: Tree, numbers: Any) -> Tree:
+    def computed_params(self, params: Tree, numbers: Any, place: Any = 1) -> Tree:
         """Return staged parameters in the compute dtype, layers with extra inputs.
 
-        numbers: layer number of each slot, int [V, 1, K]; used only if layers take keys.
+        numbers: layer number of each slot, int [V, 1, K]; used only if layers take keys. place: the
+        value of the places of attached losses.
         """
-        places = jnp.zeros(jax.tree.leaves(params["layers"])[0].shape[:3], self.master)
+        shape = jax.tree.leaves(params["layers"])[0].shape[:3]
+        places = jnp.full(shape, place, self.master)
         extended = params | {"layers": self.inputs.extended(params["layers"], places, numbers)}
         return self.inputs.computed(extended, self.dtype, self.stack.options.updates)
 

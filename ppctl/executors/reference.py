@@ -87,7 +87,8 @@ def _accumulated(
         x = jax.eval_shape(stack.embed, params["embed_head"], first["inputs"])
         layer = jax.eval_shape(lambda tree: jax.tree.map(lambda a: a[0], tree), params["layers"])
         inputs = LayerInputs.of(stack, layer, x)
-        places = jnp.zeros(stack.num_layers, jax.tree.leaves(params)[0].dtype)
+        scale = inputs.places(batch, lambda numbers: numbers, jax.tree.leaves(params)[0].dtype)
+        places = jnp.full(stack.num_layers, scale)
         numbers = jnp.arange(stack.num_layers)
         params = params | {"layers": inputs.extended(params["layers"], places, numbers)}
         trained = trained_part(params, inputs.trainable(stack))

@@ -1,9 +1,12 @@
 """The inputs of a layer besides its parameters and x: places of attached losses, and a random key.
 
-`attach_loss` is the identity on x. Its backward gives the loss the cotangent 1 (as Megatron-LM's
-MoEAuxLossAutoScaler does), so that the loss is trained. It also returns the loss's value as the
-"gradient" of a place, which is a scalar input next to the layer's parameters. So executors sum the
-value as they sum gradients: once, however often a forward is recomputed.
+`attach_loss` is the identity on x. Its backward gives the loss the value of a place, a scalar input
+next to the layer's parameters, as cotangent (as Megatron-LM's MoEAuxLossAutoScaler does), so that
+the loss is trained. It also returns the loss times this value as the "gradient" of the place. So
+executors sum losses as they sum gradients: once, however often a forward is recomputed.
+
+Executors divide all sums by the number of losses. The places' value is this number over the number
+of units of the attached losses (`StackOptions.divisors`), so that these become means over units.
 """
 
 import re
@@ -44,13 +47,13 @@ def _attached(x: Tree, loss: jax.Array, place: jax.Array) -> Tree:
 
 
 def _forward(x: Tree, loss: jax.Array, place: jax.Array) -> tuple[Tree, tuple]:
-    return x, (loss, jnp.zeros((), place.dtype))
+    return x, (loss, place)
 
 
 def _backward(kept: tuple[jax.Array, jax.Array], gx: Tree) -> tuple[Tree, jax.Array, jax.Array]:
-    loss, zero = kept
+    loss, scale = kept
     # asarray, because a constant loss may be a plain number
-    return gx, jnp.ones_like(loss), jnp.asarray(loss, zero.dtype)
+    return gx, scale.astype(jnp.result_type(loss)), jnp.asarray(loss, scale.dtype) * scale
 
 
 _attached.defvjp(_forward, _backward)
@@ -64,8 +67,8 @@ def attach_loss(x: Tree, loss: jax.Array, *, name: str = "attached_loss") -> Tre
     Args:
         x: An activation, an array or a tree.
         loss: A floating scalar: the sum over the layer's examples (and tokens). It is divided by
-            the number of losses, as the head's sum is. Inside a divided stage: this device's
-            summand.
+            the number of losses, as the head's sum is, or by the units of `StackOptions.divisors`.
+            Inside a divided stage: this device's summand.
         name: Name of the metric that reports the loss, summed over the model's layers. The metric
             "loss" does not include it.
 
@@ -89,9 +92,9 @@ def attach_loss(x: Tree, loss: jax.Array, *, name: str = "attached_loss") -> Tre
 
 
 def place_of_loss(name: str) -> jax.Array:
-    """Return the place of a loss in the layer that is traced; outside of executors, a zero."""
+    """Return the place of a loss in the layer that is traced; outside of executors, a one."""
     place_of = _place_of.get()
-    return jnp.zeros(()) if place_of is None else place_of(name)
+    return jnp.ones(()) if place_of is None else place_of(name)
 
 
 @contextmanager
@@ -128,7 +131,7 @@ def attached_in(function: Callable, *args: Any) -> tuple[str, ...]:
 
     def record(name: str) -> jax.Array:
         found[name] = None
-        return jnp.zeros(())
+        return jnp.ones(())
 
     with placing(record):
         jax.eval_shape(function, *args)
@@ -150,6 +153,7 @@ class LayerInputs:
     """The inputs of layers besides parameters and x. A layer's tree holds them, see `extended`."""
 
     losses: tuple[str, ...] = ()  # names of attached losses
+    divisors: Any = None  # `StackOptions.divisors`, if layers attach losses
     has_key: bool = False  # whether a layer has a parameter `key`
     one_key: bool = False  # whether all layers, as parts of one function, share a key
 
@@ -170,7 +174,8 @@ class LayerInputs:
                 "grad_norm, lr, step, number, counts, eval_*, expert_*, *_s, *_bytes, *_fraction). "
                 "Use another name."
             )
-        return cls(tuple(names), stack.takes_key, stack.options.network is not None)
+        divisors = stack.options.divisors if names else None
+        return cls(tuple(names), divisors, stack.takes_key, stack.options.network is not None)
 
     def __bool__(self) -> bool:
         return bool(self.losses) or self.has_key
@@ -185,6 +190,18 @@ class LayerInputs:
             return params
         tree = {PARAMS: params, LOSSES: dict.fromkeys(self.losses, place)}
         return tree | {KEY: number} if self.has_key else tree
+
+    def places(self, batch: Tree, total: Callable[[Any], Any], dtype: Any) -> Any:
+        """Return the value of the places of attached losses in a step.
+
+        batch: {"inputs", "targets"}: the examples of a device or of all. total: sums a tree of
+        numbers over all devices with different examples.
+        """
+        if self.divisors is None:
+            return jnp.ones((), dtype)
+        numbers = self.divisors(batch["inputs"], batch["targets"])
+        losses, units = (jnp.maximum(jnp.asarray(a, dtype), 1) for a in total(numbers))
+        return losses / units
 
     def with_keys(self, layers: Any, keys: jax.Array | None) -> Any:
         """Return extended layers with the random keys of a microbatch.

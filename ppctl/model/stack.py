@@ -81,6 +81,9 @@ class StackOptions:
             passes to `ppctl.report`. A name is the parameter's path joined by "/". Each function
             runs after a step, for one layer, with counts summed over the global batch. These
             parameters have no gradient, and no norm, decay or optimizer includes them.
+        divisors: (inputs, targets) -> (number of losses, number of units), sums over the given
+            examples. Attached losses are divided by the units, such as tokens that are not padding.
+            None: by the number of losses, as the head's sum is.
         used_layers: The number of layers that compute with a part of the parameters, by the part's
             first name or by its path joined by "/"; without an entry: all layers. The other layers
             have zeros for the part, and parameter counts leave these out.
@@ -108,6 +111,7 @@ class StackOptions:
     outputs: Callable[[Tree, jax.Array], Tree] | None = None
     trainable: Tree = True
     updates: Updates = field(default_factory=dict)
+    divisors: Callable[[Tree, Tree], tuple[Any, Any]] | None = None
     used_layers: Mapping[str, int] = field(default_factory=dict)
     mixes_examples: bool | None = None  # None: unknown
     rounded_weights: Mapping[str, int] = field(default_factory=dict)

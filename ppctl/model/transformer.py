@@ -3,20 +3,14 @@
 Models: Llama 2 and 3, Qwen 2, 2.5 and 3, Mistral, SmolLM 2, Gemma 2 and 3; mixtures of experts:
 Mixtral, OLMoE, Qwen 2 and 3, GLM 4.5.
 
-A sequence may hold several packed documents. Inputs mark the first token of a document by its
-complement, ~id. Layers see only activations, so the embedding appends ceil(T / D) rows of document
-starts to them: 1 for a first token, 0 for each other of the T tokens. These rows are exact in any
-dtype, and are sent, kept and recomputed with the activations. Positions need not restart in each
-document, since rotary attention depends only on their differences.
+A sequence may hold several packed documents, and padding (`packed_sequences`).
 
-Shape suffixes: B batch, T tokens, M = B*T, D d_model, V vocabulary, R a device's rows of tokens, E
-rows of document starts.
+Shape suffixes: B batch, T tokens, M = B*T, D d_model, V vocabulary.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from typing import Any
 
 import jax
@@ -45,6 +39,7 @@ from ppctl.model.experts.expert_layer import (
 from ppctl.model.fp8_products import BY_MICROBATCH
 from ppctl.model.layer_reports import Updates
 from ppctl.model.lora import A, B, are_adapters, with_adapters
+from ppctl.model.packed_sequences import PADDING, Documents, num_rows, split_starts, with_starts
 from ppctl.model.parallel import WHOLE, StageAxes, gather, on_first, own_tokens, scatter
 from ppctl.model.stack import DividedStack, Layers, Stack, StackOptions, Tree, VocabularyParts
 from ppctl.model.transformer_blocks import FP8_WEIGHTS, Block, new_block, new_norm, normed
@@ -73,7 +68,7 @@ def transformer(
         dtype: Dtype of the parameters.
         mix: Function from a stage's axes and a scoring to attention.
         rotate: Function that turns queries and keys by their positions.
-        packed: Whether a sequence may hold several documents; x then has rows of their starts.
+        packed: Whether a sequence may hold several documents; x then has rows of their marks.
         device: Target device, which selects kernels of experts; None: the first attached one.
         sizes: The fields of `Architecture`, explained in `ppctl.config.Transformer`; those without
             a default are required. With `lora`, blocks have adapters, and only these are trained.
@@ -109,6 +104,7 @@ class _Transformer:
             check_batch=self.check_batch,
             divided=self.divided,
             updates=self._updates,
+            divisors=num_tokens,
             used_layers=used_layers(self.sizes.moe),
         )
         stack = Stack(*parameters, self.embed, self.layers(), self.head, options)
@@ -147,10 +143,10 @@ class _Transformer:
             _check_no_padding(inputs_BT.shape[1], axes)
         if not self.packed:
             return self._embed_ids(embed_head, own_tokens(inputs_BT, axes), part)
-        ids_BT, is_first_BT = split_starts(inputs_BT)
-        marks_BT = own_tokens(is_first_BT, axes)
-        if axes.vocab_parts:  # document starts only in part 0, as ranks' results are summed
-            marks_BT = marks_BT & (part == 0)
+        ids_BT, marks_BT = split_starts(inputs_BT)
+        marks_BT = own_tokens(marks_BT, axes)
+        if axes.vocab_parts:  # marks only in part 0, as ranks' results are summed
+            marks_BT = jnp.where(part == 0, marks_BT, 0)
         return with_starts(self._embed_ids(embed_head, own_tokens(ids_BT, axes), part), marks_BT)
 
     def _embed_ids(self, embed_head: Tree, ids_BT: jax.Array, part: jax.Array | int) -> jax.Array:
@@ -178,6 +174,8 @@ class _Transformer:
                 raise ConfigError(f"{name} are {ids_BT.dtype}, not token ids. Use int32.")
             if not isinstance(ids_BT, np.ndarray) or not ids_BT.size:
                 continue
+            if self.packed and name == "inputs":
+                ids_BT = np.where(ids_BT == PADDING, 0, ids_BT)
             least, most = int(ids_BT.min()), int(ids_BT.max())
             if least < lowest[name] or most >= size:
                 raise ConfigError(
@@ -229,7 +227,7 @@ class _Transformer:
             if not self.packed:
                 return block(params, x_BTD, None, drop)
             x_BTD, marks = x_BTD[:, :rows], x_BTD[:, rows:]
-            x_BTD = block(params, x_BTD, documents_of(marks, rows * axes.row_parts), drop)
+            x_BTD = block(params, x_BTD, Documents.of(marks, rows * axes.row_parts), drop)
             return jnp.concatenate([x_BTD, marks], axis=1)
 
         def layer(params: Tree, x_BTD: jax.Array) -> jax.Array:
@@ -305,6 +303,12 @@ def _sharding(params: Tree, axes: StageAxes, sizes: Architecture) -> Tree:
     return jax.tree_util.tree_map_with_path(spec, params)
 
 
+def num_tokens(inputs_BT: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return (number of targets, number of real tokens): see `StackOptions.divisors`."""
+    is_real_BT = Documents(split_starts(inputs_BT)[1]).is_real_BT
+    return (targets_BT != NO_TOKEN).sum(), is_real_BT.sum()
+
+
 def _check_no_padding(num_tokens: int, axes: StageAxes) -> None:
     """Raise ConfigError for sequences that need padding, which experts would count as tokens."""
     padded = axes.padded(num_tokens)
@@ -313,47 +317,3 @@ def _check_no_padding(num_tokens: int, axes: StageAxes) -> None:
             f"sequences of {num_tokens} tokens are padded to {padded} for {axes.text}, and padding "
             f"would be sent to experts and counted. Use {setting('model.seq_len', padded)}."
         )
-
-
-# packed documents
-
-
-def split_starts(inputs_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (token ids, whether each token is the first of its document).
-
-    >>> ids, is_first = split_starts(jnp.array([[5, ~7, 8]]))
-    >>> ids.tolist(), is_first.tolist()
-    ([[5, 7, 8]], [[False, True, False]])
-    """
-    is_first_BT = inputs_BT < 0
-    return jnp.where(is_first_BT, ~inputs_BT, inputs_BT), is_first_BT
-
-
-def with_starts(x_BRD: jax.Array, is_first_BT: jax.Array) -> jax.Array:
-    """Return activations with rows of document starts appended."""
-    (B, T), D = is_first_BT.shape, x_BRD.shape[-1]
-    marks_BED = jnp.pad(is_first_BT, ((0, 0), (0, -T % D))).reshape(B, -1, D)
-    return jnp.concatenate([x_BRD, marks_BED.astype(x_BRD.dtype)], axis=1)
-
-
-def num_rows(shape: tuple[int, ...], divided_by: int = 1) -> int:
-    """Return R, the number of token rows of a device, given the shape with rows of starts.
-
-    divided_by: number of devices that divide a sequence's rows: T = divided_by * R.
-
-    >>> num_rows((2, 9, 4))  # 7 tokens and 2 rows
-    7
-    >>> num_rows((2, 5, 4), divided_by=2)  # 6 tokens on two devices, and 2 rows
-    3
-    """
-    _, total, D = shape
-    return next(total - e for e in count(1) if -(-(total - e) * divided_by // D) == e)
-
-
-def documents_of(marks_BED: jax.Array, num_tokens: int) -> jax.Array:
-    """Return the index of each token's document in its sequence, int32 [B, T].
-
-    marks_BED: the activation's rows of document starts.
-    """
-    is_first_BT = marks_BED.reshape(marks_BED.shape[0], -1)[:, :num_tokens]
-    return jnp.cumsum(jax.lax.stop_gradient(is_first_BT) > 0.5, axis=1, dtype=jnp.int32)

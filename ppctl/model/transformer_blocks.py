@@ -18,8 +18,10 @@ from jax.nn import initializers
 from ppctl.model.architecture import ACTIVATIONS, GATED, Architecture, Draw
 from ppctl.model.attention.attention_kernels import Kernel
 from ppctl.model.experts.expert_layer import experts, new_experts
+from ppctl.model.experts.router import tokens_of
 from ppctl.model.fp8_products import product
 from ppctl.model.lora import A, adapted_part
+from ppctl.model.packed_sequences import Documents
 from ppctl.model.parallel import StageAxes, gather, scatter
 from ppctl.model.transformer_dropout import BlockDropout
 
@@ -116,7 +118,7 @@ class Block:
     device: Any = None  # target device of kernels; None: the first attached one
 
     def __call__(
-        self, params: Params, x_BTD: jax.Array, documents_BT: jax.Array | None, drop: BlockDropout
+        self, params: Params, x_BTD: jax.Array, documents: Documents | None, drop: BlockDropout
     ) -> jax.Array:
         """Return the block's output [B, T, D] for this device's rows."""
         B, T, D = x_BTD.shape
@@ -124,11 +126,11 @@ class Block:
         norm = lambda name, x: normed(params[name], x, self.sizes) if name in params else x  # noqa: E731
         num_tokens = T * self.axes.row_parts
         own = norm("attention_norm", x_MD)
-        mixed = self._attention(params["attention"], own, num_tokens, documents_BT, drop)
+        mixed = self._attention(params["attention"], own, num_tokens, documents, drop)
         x_MD = x_MD + drop.branch(norm("attention_post_norm", mixed), 0)
         own = norm("mlp_norm", x_MD)
         if self.has_experts:
-            out = self._experts(params, own, B, drop)
+            out = self._experts(params, own, B, documents, drop)
         else:
             out = self._mlp(params["mlp"], own, drop)
         x_MD = x_MD + drop.branch(norm("mlp_post_norm", out), 1)
@@ -139,7 +141,7 @@ class Block:
         params: Params,
         x_MD: jax.Array,
         num_tokens: int,
-        documents_BT: jax.Array | None,
+        documents: Documents | None,
         drop: BlockDropout,
     ) -> jax.Array:
         # 1. this device's heads
@@ -172,6 +174,7 @@ class Block:
         q_BTNH = kept(self.turn(heads("query", num_heads)))
         k_BSGH = kept(self.turn(heads("key", num_kv_heads, of_kv_head)))
         v_BSGH = heads("value", num_kv_heads, of_kv_head)
+        documents_BT = None if documents is None else documents.index_BT
         mixed = self.mix(q_BTNH, k_BSGH, v_BSGH, documents_BT).reshape(x_MD.shape[0], -1)
         return scatter(self._linear(params, "out", mixed, drop), self.axes)
 
@@ -183,7 +186,12 @@ class Block:
         return scatter(self._linear(params, "down", hidden, drop), self.axes)
 
     def _experts(
-        self, params: Params, x_MD: jax.Array, num_sequences: int, drop: BlockDropout
+        self,
+        params: Params,
+        x_MD: jax.Array,
+        num_sequences: int,
+        documents: Documents | None,
+        drop: BlockDropout,
     ) -> jax.Array:
         sizes, name = self.sizes.moe, self.sizes.activation
         assert sizes is not None, "a layer with experts has their sizes"
@@ -194,7 +202,7 @@ class Block:
             ACTIVATIONS[GATED.get(name, name)],
             self.axes,
             self.device,
-            num_sequences,
+            tokens_of(len(x_MD), num_sequences, documents, self.axes),
             is_counted=self.sizes.lora is None,
         )
         if "shared" not in params:

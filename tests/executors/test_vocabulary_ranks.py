@@ -14,7 +14,7 @@ from support.selection import full
 
 import ppctl
 from ppctl.errors import ConfigError
-from ppctl.model.transformer import split_starts
+from ppctl.model.packed_sequences import split_starts
 from ppctl.schedule.families.registry import FAMILIES, ON_RING, build
 from ppctl.schedule.vocabulary_parallel import with_vocabulary
 

@@ -22,7 +22,7 @@ from ppctl.model.attention.attention_kernels import choose, kernel_named
 from ppctl.model.attention.attention_scores import PLAIN, Scoring
 from ppctl.model.cross_entropy import NO_TOKEN
 from ppctl.model.stack import init
-from ppctl.model.transformer import documents_of, num_rows, split_starts, with_starts
+from ppctl.model.packed_sequences import Documents, num_rows, split_starts, with_starts
 
 VOCAB_SIZE, SEQ_LEN, END = 61, 20, 0
 SIZES = {"num_layers": 2, "d_model": 12, "num_heads": 2, "activation": "swiglu", "mlp_width": 24}
@@ -190,7 +190,8 @@ def test_where_documents_start_goes_with_the_activations_exactly(num_tokens, par
     x = with_starts(jnp.ones((2, num_tokens // parts, width), jnp.bfloat16), is_first)
     assert num_rows(x.shape, parts) == num_tokens // parts
     marks = x[:, num_tokens // parts :]
-    np.testing.assert_array_equal(documents_of(marks, num_tokens), np.cumsum(inputs < 0, axis=1))
+    index = Documents.of(marks, num_tokens).index_BT
+    np.testing.assert_array_equal(index, np.cumsum(inputs < 0, axis=1))
 
 
 def test_the_model_of_packed_sequences_knows_documents_or_is_refused():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ppctl.model.experts.router import ExpertSizes, route
+from ppctl.model.experts.router import tokens_of
 from ppctl.model.parallel import WHOLE
 
 M, D, E = 40, 6, 8
@@ -56,7 +57,8 @@ def numbers(seed=0):
 
 def routed(x, kernel, bias, sizes):
     params = {"kernel": jnp.asarray(kernel), "bias": jnp.asarray(bias)}
-    return route(params, jnp.asarray(x), sizes, 1, WHOLE, is_counted=False)
+    tokens = tokens_of(M, 1, None, WHOLE)
+    return route(params, jnp.asarray(x), sizes, tokens, WHOLE, is_counted=False)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)

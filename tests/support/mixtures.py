@@ -15,6 +15,7 @@ import optax
 from support.cases import make_params
 
 import ppctl
+from ppctl.data.pack_documents import PADDING
 
 TOLERANCE, STEPS, RATE = 1e-10, 3, 0.01
 SIZES = {"num_layers": 4, "d_model": 8, "num_heads": 2, "mlp_width": 6, "vocab_size": 16}
@@ -64,8 +65,9 @@ class Written:
         return ppctl.transformer(**SIZES, moe=self.moe | moe, packed=self.packed)
 
     def losses(self, params, batch):
-        """(sum of all losses over their number, (each loss, counts [layers, E]))."""
+        """(mean over targets and means over real tokens, (each loss, counts [layers, E]))."""
         moe, dense = USUAL | self.moe, ppctl.transformer(**SIZES, packed=self.packed)
+        documents = documents_of(batch["inputs"])
         num_tokens, sums = batch["inputs"].shape[1], {"balance_loss": 0.0, "z_loss": 0.0}
         x, counts = dense.embed(params["embed_head"], batch["inputs"]), []
         for l in range(dense.num_layers):
@@ -80,13 +82,14 @@ class Written:
             x = dense.layer(own | {"mlp": none}, x)  # attention with its residual
             rows = x[:, :num_tokens]
             rms = jnp.sqrt(jnp.square(rows).mean(-1, keepdims=True) + 1e-6)
-            y, counted, added = mixture(w, rows / rms * w["mlp_norm"]["scale"], moe)
+            y, counted, added = mixture(w, rows / rms * w["mlp_norm"]["scale"], documents, moe)
             x = x.at[:, :num_tokens].add(y)
             counts.append(counted)
             sums = {name: sums[name] + added[name] for name in sums}
         main, number = dense.head(params["embed_head"], x, batch["targets"])
-        sums = {name: a for name, a in sums.items() if moe[name]} | {"loss": main}
-        losses = {name: a / number for name, a in sums.items()}
+        num_real = (documents >= 0).sum()
+        losses = {name: a / num_real for name, a in sums.items() if moe[name]}
+        losses |= {"loss": main / number}
         return sum(losses.values()), (losses, jnp.stack(counts))
 
 
@@ -95,8 +98,15 @@ def mlp(w, x):
     return (jax.nn.silu(x @ w["gate"]["kernel"]) * up) @ w["down"]["kernel"]
 
 
-def mixture(w, x_BTD, moe):
-    """(y, tokens by expert [E], the sums of losses by name)."""
+def documents_of(inputs):
+    """The number of each token's document in its sequence; -1 for padding."""
+    starts = jnp.cumsum(inputs < 0, 1)
+    is_padding = [((starts == d) & (inputs == PADDING)).any(1) for d in range(TOKENS + 1)]
+    return jnp.where(jnp.take_along_axis(jnp.stack(is_padding, 1), starts, 1), -1, starts)
+
+
+def mixture(w, x_BTD, documents_BT, moe):
+    """(y, real tokens by expert [E], the sums of losses by name)."""
     # 1. scores, experts and weights of tokens
     num_experts, top_k = moe["num_experts"], moe["top_k"]
     logits = x_BTD @ w["router"]["kernel"]
@@ -117,14 +127,17 @@ def mixture(w, x_BTD, moe):
         shared = mlp(w["shared"], x_BTD)
         gate = w["shared_gate"]["kernel"] if "shared_gate" in w else None
         y = y + (shared if gate is None else shared * jax.nn.sigmoid(x_BTD @ gate))
-    # 3. losses: of each sequence, times its tokens; of each token
-    num_tokens = x_BTD.shape[1]
-    shares = of_all / of_all.sum(-1, keepdims=True)
-    f = num_experts / (top_k * num_tokens) * chosen.sum(1)
-    balance = (f * shares.mean(1)).sum(-1)
-    z = jnp.square(jax.nn.logsumexp(logits, -1))
-    losses = {"balance_loss": moe["balance_loss"] * (num_tokens * balance).sum()}
-    return y, chosen.sum((0, 1)), losses | {"z_loss": moe["z_loss"] * z.sum()}
+    # 3. losses: of each document of each sequence, times its tokens; of each token
+    shares, balance = of_all / of_all.sum(-1, keepdims=True), 0.0
+    for d in range(TOKENS + 1):
+        is_in = (documents_BT == d)[..., None]
+        num_tokens = jnp.maximum(is_in.sum(1), 1)
+        f = num_experts / (top_k * num_tokens) * (chosen * is_in).sum(1)
+        balance += (num_tokens * f * (shares * is_in).sum(1) / num_tokens).sum()
+    is_real = documents_BT >= 0
+    z = jnp.square(jax.nn.logsumexp(logits, -1)) * is_real
+    losses = {"balance_loss": moe["balance_loss"] * balance, "z_loss": moe["z_loss"] * z.sum()}
+    return y, (chosen * is_real[..., None]).sum((0, 1)), losses
 
 
 def chosen_of(scores, moe):
@@ -139,10 +152,15 @@ def chosen_of(scores, moe):
 
 
 def make_batch(packed=False):
+    """A batch with masked targets; packed: also with documents of several lengths, and padding."""
     tokens = np.random.default_rng(0).integers(SIZES["vocab_size"], size=(2, BATCH, TOKENS))
     inputs, targets = tokens.astype(np.int32)
+    targets[::3, :5] = -1
     if packed:
         inputs[:, 3], targets[:, 2] = ~inputs[:, 3], -1
+        for row, start in enumerate(np.arange(BATCH) * 5 % (2 * TOKENS)):
+            inputs[row, start : start + 1], targets[row, start:] = PADDING, -1
+        inputs[4, 6] = ~inputs[4, 6]  # a document after padding
     return {"inputs": inputs, "targets": targets}
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -108,6 +109,8 @@ def rank_entries(
         reads: list[Key] = [("params", r)]
         if inputs.has_key:
             reads.append(("layer_numbers", r))
+        if inputs.divisors is not None and with_grads:
+            reads += [("inputs", r), ("targets", r)]
         if inputs.has_key and with_grads:
             reads += [(SEED, r), ("step", r)]
             writes.append((KEYS, r))
@@ -150,7 +153,10 @@ def prepare_rank(
     """
     # 1. the rank's parameters in the compute dtype
     v = dict(zip(program.reads, values, strict=True))
-    params = model.computed_params(v["params"], v.get("layer_numbers"))
+    place, total = 1, partial(jax.lax.psum, axis_name=DATA_AXES)
+    if "targets" in v:
+        place = model.inputs.places(v, total, model.master)
+    params = model.computed_params(v["params"], v.get("layer_numbers"), place)
     embed_head, layers = gather_shards(params["embed_head"], specs["embed_head"]), params["layers"]
     zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros((1, *a.shape), model.master), tree)  # noqa: E731
 

@@ -52,6 +52,7 @@ class Device:
         table: jax.Array,  # ticks of this rank, [1, tick, column]
         counts: jax.Array,  # layers of each chunk, [V, 1]
         numbers: jax.Array,  # layer number of each slot, [V, 1, K]
+        total: Callable[[Tree], Tree] = lambda numbers: numbers,  # sum over devices with other data
     ):
         # 1. the arguments
         self.model, self.stack, self.ticks, self.x = model, model.stack, ticks, model.x
@@ -62,7 +63,8 @@ class Device:
         slots = [_layer_slots(self.stack, layout, v, counts[v, 0], numbers[v, 0]) for v in chunks]
         self.layer_slots, self.are_sharded = slots, layout.mesh.shape["fsdp"] > 1
         # 2. parameters, gathered here unless the stage gathers its layers
-        shards, by_rank = model.computed_params(params, numbers), P(None, "pp")
+        place = model.inputs.places(batch, total, model.master) if ticks.has_backward else 1
+        shards, by_rank = model.computed_params(params, numbers, place), P(None, "pp")
         self.embed_head = gather_shards(shards["embed_head"], specs["embed_head"])
         layers = model.inputs.extended(specs["layers"], by_rank, by_rank)
         self.specs, is_whole = specs | {"layers": layers}, model.layer_specs is None

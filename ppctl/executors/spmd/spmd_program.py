@@ -10,6 +10,7 @@ the second scan.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -59,7 +60,8 @@ def spmd(model: Model, layout: Layout, ticks: Ticks) -> Callable[[Tree, Tree], t
                 }
 
             # 1. the ticks of this device
-            device = Device(model, layout, ticks, params, specs, batch, *rank)
+            total = partial(jax.lax.psum, axis_name=DATA_AXES)
+            device = Device(model, layout, ticks, params, specs, batch, *rank, total=total)
             losses, number, grads = device.results(*TickBody(device, ring).run(), reduced)
             # 2. the means over the batch
             loss, number = jax.lax.psum((losses.pop(LOSS), number), AXES)

@@ -6,7 +6,8 @@ alltoall | a token to the devices of its experts, each result back  | the same, 
 
 `spread` makes a row for each token and expert. Its transpose `combine` sums a token's rows. Both
 are gathers, by a permutation and by its inverse, and each is the other's gradient. So no gradient
-is a scatter-add, whose order of summation is undefined.
+is a scatter-add, whose order of summation is undefined. Choices of an expert beyond the last, those
+of padding, get no row.
 
 Shape suffixes: M tokens of this device, N tokens of all devices of the group, n devices of the
 group, K experts of a token, L experts of this device, R rows that a device computes, D width.
@@ -14,11 +15,11 @@ group, K experts of a token, L experts of this device, R rows that a device comp
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 # (rows [R, D], number of rows of each expert [L], weight of each row [R]) -> [R, D]
 Compute = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -47,7 +48,16 @@ def num_rows(num_tokens: int, top_k: int, group: Group, capacity: float | None) 
     (32, 24)
     """
     most = group.size * num_tokens * min(top_k, group.num_local)
-    return most if capacity is None else min(most, ceil(capacity * num_tokens * top_k))
+    return most if capacity is None else min(most, int(_bound(capacity, num_tokens * top_k)))
+
+
+def _bound(capacity: float, num_choices: Any) -> Any:
+    """Return the bound on rows, given the even share of choices: a number or a traced integer.
+
+    Rounded in float32, so that traced and plain numbers agree.
+    """
+    library = jnp if isinstance(num_choices, jax.Array) else np
+    return library.ceil(np.float32(capacity) * library.float32(num_choices)).astype(np.int32)
 
 
 class Places(NamedTuple):
@@ -103,7 +113,7 @@ def _sorted(keys: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
     return order[:num_rows], places
 
 
-def _clipped(sizes: jax.Array, most: int) -> jax.Array:
+def _clipped(sizes: jax.Array, most: int | jax.Array) -> jax.Array:
     """Return the sizes of consecutive groups, cut off after `most` rows in total.
 
     >>> _clipped(jnp.array([3, 2, 4]), 4).tolist()
@@ -137,18 +147,21 @@ def by_gather(
         x_ND, chosen_NK, weights_NK = map(gather, (x_MD, chosen_MK, weights_MK))
     local = chosen_NK.reshape(-1) - group.first_expert
     local = jnp.where((local >= 0) & (local < L), local, L)
-    R = num_rows(M, K, group, capacity)
+    R = most = num_rows(M, K, group, capacity)
+    if capacity is not None:
+        num_choices = (chosen_NK < group.size * L).sum()
+        most = jnp.minimum(R, _bound(capacity, -(-num_choices // group.size)))
     order_R, row_NK = _sorted(local, R)
     counts_L = jnp.bincount(local, length=L + 1)[:L]
     # 2. compute the rows of this device's experts, and sum the rows of each token
-    row_NK = jnp.where(local < L, row_NK, R)
+    row_NK = jnp.where((local < L) & (row_NK < most), row_NK, R)
     places = Places(order_R // K, row_NK.reshape(-1, K))
     weights_R = permuted(weights_NK.reshape(-1), order_R, row_NK)
-    y_RD = compute(spread(x_ND, places), _clipped(counts_L, R), weights_R)
+    y_RD = compute(spread(x_ND, places), _clipped(counts_L, most), weights_R)
     y_ND = combine(y_RD, places)
     if group.axes:
         y_ND = jax.lax.psum_scatter(y_ND, group.axes, tiled=True)
-    return Combined(y_ND, jnp.maximum(counts_L.sum() - R, 0))
+    return Combined(y_ND, jnp.maximum(counts_L.sum() - most, 0))
 
 
 def by_alltoall(
@@ -162,16 +175,19 @@ def by_alltoall(
     """Return each token's sum over its experts; a device sends equally many rows to each."""
     # 1. sort this device's rows by receiver, num_slots for each
     (M, K), n, L = chosen_MK.shape, group.size, group.num_local
-    num_slots = -(-num_rows(M, K, group, capacity) // n)
+    num_slots = most = -(-num_rows(M, K, group, capacity) // n)
     chosen = chosen_MK.reshape(-1)
     order, row = _sorted(chosen, M * K)
-    counts_nL = jnp.bincount(chosen, length=n * L).reshape(n, L)
+    counts_nL = jnp.bincount(chosen, length=n * L + 1)[:-1].reshape(n, L)
+    if capacity is not None:
+        most = jnp.minimum(num_slots, -(-_bound(capacity, counts_nL.sum()) // n))
     ends_n = jnp.cumsum(counts_nL.sum(1))
     first_n = ends_n - counts_nL.sum(1)
     slots = first_n[:, None] + jnp.arange(num_slots)
     source = order[jnp.minimum(slots, M * K - 1)].reshape(-1)  # token * K + choice, by slot
-    device, place = chosen // L, row - first_n[chosen // L]
-    slot = jnp.where(place < num_slots, device * num_slots + place, n * num_slots)
+    device = jnp.minimum(chosen // L, n - 1)
+    place = row - first_n[device]
+    slot = jnp.where((chosen < n * L) & (place < most), device * num_slots + place, n * num_slots)
     places = Places(source // K, slot.reshape(M, K))
 
     # 2. send the rows, and sort the arrived rows by expert
@@ -179,7 +195,7 @@ def by_alltoall(
         parts = a.reshape(n, -1, *a.shape[1:])
         return jax.lax.all_to_all(parts, group.axes, 0, 0).reshape(a.shape)
 
-    sent_nL = jax.vmap(lambda counts: _clipped(counts, num_slots))(counts_nL)
+    sent_nL = jax.vmap(lambda counts: _clipped(counts, most))(counts_nL)
     arrived_nL = exchange(sent_nL)
     ends_nL = jnp.cumsum(arrived_nL, 1)
     local = (jnp.arange(num_slots)[None, :, None] >= ends_nL[:, None]).sum(-1).reshape(-1)
@@ -190,7 +206,7 @@ def by_alltoall(
     # 3. compute the arrived rows, send the results back, and sum the rows of each token
     y_RD = compute(rows_RD, arrived_nL.sum(0).astype(jnp.int32), weights_R)
     y_MD = combine(exchange(permuted(y_RD, outside, inside)), places)
-    return Combined(y_MD, M * K - sent_nL.sum())
+    return Combined(y_MD, (counts_nL - sent_nL).sum())
 
 
 WAYS = {"gather": by_gather, "alltoall": by_alltoall}

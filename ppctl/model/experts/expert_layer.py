@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from ppctl.model.experts.counted_products import counting
 from ppctl.model.experts.dispatch import WAYS, Group, num_rows
 from ppctl.model.experts.grouped_products import Kernel, kernel_for, product
-from ppctl.model.experts.router import ExpertSizes, route
+from ppctl.model.experts.router import ExpertSizes, Tokens, route
 from ppctl.model.layer_reports import report
 from ppctl.model.parallel import StageAxes
 
@@ -63,15 +63,15 @@ def experts(
     activation: Any,
     axes: StageAxes,
     device: Any,
-    num_sequences: int,
+    tokens: Tokens,
     *,
     is_counted: bool,
 ) -> jax.Array:
     """Return [M, D], each token's weighted sum of its experts' outputs.
 
     activation: function applied to the output of `gate`, or without a gate to the output of `up`.
-    num_sequences: number of sequences in the rows of all devices along tp and cp. is_counted:
-    whether to report counts.
+    tokens: the sequences of the rows. is_counted: whether to report counts. Padding is sent to no
+    expert: its result is 0.
     """
     group = expert_group(sizes, axes)
     times = product(_kernel(sizes, group, x_MD, device))
@@ -85,7 +85,7 @@ def experts(
         return times(hidden, w["down"], sizes_L)
 
     router = params["router"]
-    routed = route(router, x_MD, sizes, num_sequences, axes, is_counted=is_counted)
+    routed = route(router, x_MD, sizes, tokens, axes, is_counted=is_counted)
     dispatch = WAYS[sizes.dispatch if group.axes else "gather"]
     dispatch = partial(dispatch, group=group, capacity=sizes.capacity, compute=compute)
     y_MD, num_dropped = dispatch(*routed)

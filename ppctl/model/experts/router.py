@@ -5,9 +5,12 @@ the softmax or sigmoid of the logits of all experts. A token takes the experts w
 score plus bias, within its best groups. Their weights are the scores without bias, normalized or
 not.
 
-The balance loss is computed for each sequence (DeepSeek-V3, equations 17 to 20). So, unlike a loss
-over a microbatch, it does not depend on the division of the batch. Shape suffixes: M rows of this
-device, E experts, K experts of a token, G groups, B sequences.
+The balance loss is computed for each sequence (DeepSeek-V3, equations 17 to 20), or each document of
+packed sequences. So, unlike a loss over a microbatch, it does not depend on the division of the
+batch. Losses and counts are sums over real tokens: padding is not routed. Executors divide the
+losses by the number of real tokens (`StackOptions.divisors`).
+
+Shape suffixes: M rows of this device, E experts, K experts of a token, G groups, S sequences.
 """
 
 from dataclasses import dataclass
@@ -18,6 +21,7 @@ import jax.numpy as jnp
 
 from ppctl.model.layer_inputs import attach_loss
 from ppctl.model.layer_reports import report
+from ppctl.model.packed_sequences import Documents
 from ppctl.model.parallel import StageAxes, own_part
 
 EPSILON = 1e-20  # added to sums of sigmoid scores, as DeepSeek-V3 does
@@ -51,11 +55,37 @@ class ExpertSizes:
     counted: float | None = None
 
 
+class Tokens(NamedTuple):
+    """The sequences, or the documents of packed sequences, of a device's tokens."""
+
+    sequence_M: jax.Array  # index of each token's sequence or document
+    num_sequences: int  # bound on these indices
+    is_real_M: jax.Array | None  # whether each token is not padding; None: all
+
+
+def tokens_of(
+    num_rows: int, num_sequences: int, documents: Documents | None, axes: StageAxes
+) -> Tokens:
+    """Return the tokens of a device's rows, which it may divide with other devices along tp."""
+    # 1. all devices' rows, the tokens of one sequence after another
+    number = num_rows * axes.row_parts
+    sequence, is_real = jnp.arange(number) // (number // num_sequences), None
+    if documents is not None:
+        most = number // num_sequences + 1  # documents of a sequence
+        sequence = most * sequence + documents.index_BT.reshape(-1)
+        num_sequences, is_real = most * num_sequences, documents.is_real_BT.reshape(-1)
+    # 2. this device's
+    if axes.divides_rows:
+        sequence = own_part(sequence, axes)
+        is_real = None if is_real is None else own_part(is_real, axes)
+    return Tokens(sequence, num_sequences, is_real)
+
+
 class Routed(NamedTuple):
     """The experts of a device's tokens."""
 
     x_MD: jax.Array  # input with the router's losses attached
-    chosen_MK: jax.Array  # indices of each token's experts, int32
+    chosen_MK: jax.Array  # indices of each token's experts, int32; E for padding
     weights_MK: jax.Array  # weights of these experts, in at least float32
 
 
@@ -63,15 +93,14 @@ def route(
     params: dict[str, jax.Array],
     x_MD: jax.Array,
     sizes: ExpertSizes,
-    num_sequences: int,
+    tokens: Tokens,
     axes: StageAxes,
     *,
     is_counted: bool,
 ) -> Routed:
     """Return the experts of tokens; attach the router's losses and report its counts.
 
-    params: kernel [D, E], bias [E]. num_sequences: number of sequences in the rows of all devices
-    along tp and cp. is_counted: whether to report each expert's number of tokens.
+    params: kernel [D, E], bias [E]. is_counted: whether to report each expert's number of tokens.
     """
     # 1. scores
     wide = jnp.promote_types(x_MD.dtype, jnp.float32)
@@ -93,19 +122,21 @@ def route(
         epsilon = EPSILON if sizes.score == "sigmoid" else 0
         weights_MK = weights_MK / (weights_MK.sum(-1, keepdims=True) + epsilon)
     weights_MK = weights_MK * sizes.scale
-    # 3. losses and counts
-    is_chosen_ME = is_chosen_MKE.any(1).astype(wide)
+    # 3. losses and counts of real tokens
+    real = lambda a, other: a if is_real_M is None else jnp.where(is_real_M[:, None], a, other)  # noqa: E731
+    is_real_M = tokens.is_real_M
+    is_chosen_ME = real(is_chosen_MKE.any(1), False).astype(wide)
     if sizes.balance_loss:
-        loss = balance_loss(is_chosen_ME, shares_ME, sizes.top_k, num_sequences, axes)
+        loss = balance_loss(is_chosen_ME, shares_ME, tokens, axes)
         x_MD = attach_loss(x_MD, sizes.balance_loss * loss, name="balance_loss")
     if sizes.z_loss:
-        loss = jnp.square(jax.nn.logsumexp(logits_ME, -1)).sum()
-        x_MD = attach_loss(x_MD, sizes.z_loss * loss, name="z_loss")
+        squares_M1 = jnp.square(jax.nn.logsumexp(logits_ME, -1, keepdims=True))
+        x_MD = attach_loss(x_MD, sizes.z_loss * real(squares_M1, 0).sum(), name="z_loss")
     if is_counted:
         # the report must reach the output, or its counts are lost
         reported_E = report(params["bias"], is_chosen_ME.sum(0))
         weights_MK = weights_MK + 0 * reported_E.sum().astype(wide)
-    return Routed(x_MD, chosen_MK, weights_MK)
+    return Routed(x_MD, real(chosen_MK, sizes.num_experts), weights_MK)
 
 
 def _chosen(scores_ME: jax.Array, sizes: ExpertSizes) -> jax.Array:
@@ -120,24 +151,18 @@ def _chosen(scores_ME: jax.Array, sizes: ExpertSizes) -> jax.Array:
 
 
 def balance_loss(
-    is_chosen_ME: jax.Array, shares_ME: jax.Array, top_k: int, num_sequences: int, axes: StageAxes
+    is_chosen_ME: jax.Array, shares_ME: jax.Array, tokens: Tokens, axes: StageAxes
 ) -> jax.Array:
     """Return this device's summand of the balance loss, a sum over sequences.
 
     A sequence of T tokens adds T * sum_e f_e P_e; the sum over e is 1 for even loads. f_e is
     E / (K T) times the number of the sequence's tokens that chose e, and P_e is the mean of these
-    T tokens' shares of e.
+    T tokens' shares of e. Thus each token adds sum_e f_e times its share of e.
     """
-    # 1. the sequence of each row
-    num_rows, num_experts = shares_ME.shape
-    # tokens of a sequence on all devices along tp
-    num_tokens = num_rows * axes.row_parts // num_sequences
-    rows = own_part(jnp.arange(num_rows * axes.row_parts), axes) if axes.divides_rows else None
-    rows = jnp.arange(num_rows) if rows is None else rows
-    is_in_BM = (rows // num_tokens == jnp.arange(num_sequences)[:, None]).astype(shares_ME.dtype)
-    # 2. counts over all devices that hold the sequence, and this device's shares
+    # counts over all devices that hold a sequence; sums of 0 and 1 are exact in any order
+    chosen_ME = jax.lax.stop_gradient(is_chosen_ME)
+    counts_SE = jax.ops.segment_sum(chosen_ME, tokens.sequence_M, tokens.num_sequences)
     names = tuple(name for name in ("tp", "cp") if getattr(axes, name) > 1)
-    counts_BE = jax.lax.stop_gradient(is_in_BM @ is_chosen_ME)
-    counts_BE = jax.lax.psum(counts_BE, names) if names else counts_BE
-    even = top_k * num_tokens * axes.cp / num_experts
-    return (counts_BE / even * (is_in_BM @ shares_ME)).sum()
+    counts_SE = jax.lax.psum(counts_SE, names) if names else counts_SE
+    even_S1 = jnp.maximum(counts_SE.mean(-1, keepdims=True), 1 / counts_SE.shape[1])  # K T / E
+    return ((counts_SE / even_S1)[tokens.sequence_M] * shares_ME).sum()

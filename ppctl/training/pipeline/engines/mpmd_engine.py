@@ -83,7 +83,8 @@ class Mpmd:
         self.runtime = Runtime(self.division.submeshes, library, compiler_options)
         self.vocab_parts = model.axes.vocab_parts
         readers = {"inputs": [self.first], "targets": [self.last]}  # ranks that read each
-        self.readers = dict.fromkeys(readers, self.ranks) if self.vocab_parts else readers
+        all_read = self.vocab_parts or model.inputs.divisors is not None
+        self.readers = dict.fromkeys(readers, self.ranks) if all_read else readers
         # 4. the local rank whose copy of a step's numbers this process reads
         self.read_at = next(r for r in (self.last, *self.ranks) if self.runtime.is_mine[r])
         self.walks: dict[str, Walk] = {}
