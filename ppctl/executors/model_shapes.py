@@ -125,7 +125,7 @@ class Model:
         shape = jax.tree.leaves(params["layers"])[0].shape[:3]
         places = jnp.full(shape, place, self.master)
         extended = params | {"layers": self.inputs.extended(params["layers"], places, numbers)}
-        return self.inputs.computed(extended, self.dtype, self.stack.options.updates)
+        return self.inputs.computed(extended, self.dtype, self.stack.uncast)
 
     @cached_property
     def stage(self) -> Stage:
@@ -281,8 +281,8 @@ class Model:
 
     @property
     def computed_layer(self) -> Tree:
-        """Shapes of a layer in the compute dtype; parameters updated by counts keep their dtype."""
-        return cast_layers(self.layer, self.dtype, self.stack.options.updates)
+        """Shapes of a layer in the compute dtype, except for the parameters in `Stack.uncast`."""
+        return cast_layers(self.layer, self.dtype, self.stack.uncast)
 
     def computed(self, shapes: Tree) -> Tree:
         """Return shapes of parameters in the compute dtype."""

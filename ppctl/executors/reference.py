@@ -57,7 +57,7 @@ def reference(
             return jax.checkpoint(run) if setting.keeps_layer_inputs else run
 
         def loss_sum(params: Tree, microbatch: Tree) -> tuple[jax.Array, jax.Array]:
-            params = inputs.computed(params, dtype, stack.options.updates)
+            params = inputs.computed(params, dtype, stack.uncast)
             params["layers"] = inputs.with_keys(params["layers"], microbatch.get(KEYS))
             x = _before_head(model, params, microbatch["inputs"], layer, unroll)
             return stack.head(params["embed_head"], x, microbatch["targets"])
@@ -120,7 +120,7 @@ def outputs_of(stack: Stack, *, dtype: Any) -> Callable[[Tree, jax.Array], Tree]
     assert outputs is not None, "the stack has no outputs function"
 
     def predict(params: Tree, inputs: jax.Array) -> Tree:
-        params = LayerInputs().computed(params, dtype, stack.options.updates)
+        params = LayerInputs().computed(params, dtype, stack.uncast)
         x = _before_head(stack, params, inputs, stack.layer_of)
         return outputs(params["embed_head"], x)
 
@@ -137,7 +137,7 @@ def by_example(
     """
 
     def run(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array, Tree]:
-        params = LayerInputs().computed(params, dtype, stack.options.updates)
+        params = LayerInputs().computed(params, dtype, stack.uncast)
         embed_head = params["embed_head"]
         x = _before_head(stack, params, batch["inputs"], stack.layer_of)
         outputs = None if stack.options.outputs is None else stack.options.outputs(embed_head, x)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from ppctl.model.attention.attention_kernels import Kernel, Mix
 from ppctl.model.attention.attention_scores import Scoring, attend
 from ppctl.model.attention.rotary_positions import Rope, Rotate, rotate_at
+from ppctl.model.layer_inputs import LayerInputs
 from ppctl.model.parallel import WHOLE, StageAxes
 from ppctl.model.stack import Stack, Tree
 
@@ -100,14 +101,14 @@ class Decoder:
         num_layers, num_stages = self._stack.num_layers, len(devices)
         bounds = [num_layers * stage // num_stages for stage in range(num_stages + 1)]
         self._layers_of = [range(*pair) for pair in pairwise(bounds)]
-        put = lambda a, device: jax.device_put(jnp.asarray(a, dtype), device)  # noqa: E731
-        place = lambda tree, device: jax.tree.map(lambda a: put(a, device), tree)  # noqa: E731
-        layer = lambda l: jax.tree.map(lambda a: a[l], params["layers"])  # noqa: E731
+        computed = lambda tree: LayerInputs().computed(tree, dtype, self._stack.uncast)  # noqa: E731
+        of_layer = lambda l: params | {"layers": jax.tree.map(lambda a: a[l], params["layers"])}  # noqa: E731
+        layer = lambda l: computed(of_layer(l) | {"embed_head": {}})["layers"]  # noqa: E731
         pairs = zip(self._layers_of, devices, strict=True)
-        self._layers = [[place(layer(l), device) for l in layers] for layers, device in pairs]
-        ends = {0, num_stages - 1}
+        self._layers = [[jax.device_put(layer(l), d) for l in layers] for layers, d in pairs]
+        embed_head, ends = computed(params | {"layers": {}})["embed_head"], {0, num_stages - 1}
         self._embed_head = [
-            place(params["embed_head"], d) if s in ends else None for s, d in enumerate(devices)
+            jax.device_put(embed_head, d) if s in ends else None for s, d in enumerate(devices)
         ]
         # 3. programs of stages
         program = partial(jax.jit, donate_argnums=1)

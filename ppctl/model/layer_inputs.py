@@ -10,7 +10,7 @@ of units of the attached losses (`StackOptions.divisors`), so that these become 
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from ppctl.errors import ConfigError
-from ppctl.model.layer_reports import Updates, cast_layers
+from ppctl.model.layer_reports import cast_layers
 from ppctl.model.random_keys import layer_keys, names_key, without_key, wrapped
 
 Tree = Any
@@ -221,9 +221,9 @@ class LayerInputs:
         layers = self.extended(stack.trains("layers"), True, False)
         return {"embed_head": stack.trains("embed_head"), "layers": layers}
 
-    def computed(self, params: Tree, dtype: Any, updates: Updates) -> Tree:
-        """Return parameters cast to `dtype`, except inputs and the parameters in `updates`."""
-        layers = cast_layers(self.separate(params["layers"])[0], dtype, updates)
+    def computed(self, params: Tree, dtype: Any, uncast: Collection[str]) -> Tree:
+        """Return parameters cast to `dtype`, except inputs and the parameters named in `uncast`."""
+        layers = cast_layers(self.separate(params["layers"])[0], dtype, uncast)
         layers = params["layers"] | {PARAMS: layers} if self else layers
         embed_head = jax.tree.map(lambda a: a.astype(dtype), params["embed_head"])
         return {"embed_head": embed_head, "layers": layers}

@@ -5,11 +5,11 @@ Counts take the place of a gradient: `report` is the identity on a parameter, an
 forward is recomputed. Counts are not divided by the number of losses.
 
 Parameters in `StackOptions.updates` ("counted parameters") keep their dtype and stay out of the
-global norm and the optimizer. After a step each becomes update(parameter, counts). Source: flax's
-`_overwrite_with_gradient`.
+global norm and the optimizer. After a step each becomes update(parameter, counts), unless the
+optimizer skips the step. Source: flax's `_overwrite_with_gradient`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -78,11 +78,11 @@ def _name(path: tuple) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def cast_layers(layers: Tree, dtype: Any, updates: Updates) -> Tree:
-    """Return layers, arrays or shapes, cast to `dtype`; counted parameters keep their dtype."""
+def cast_layers(layers: Tree, dtype: Any, uncast: Collection[str]) -> Tree:
+    """Return layers, arrays or shapes, cast to `dtype`; parameters named in `uncast` stay."""
 
     def cast(path: tuple, a: Any) -> Any:
-        if _name(path) in updates:
+        if _name(path) in uncast:
             return a
         is_shape = isinstance(a, jax.ShapeDtypeStruct)
         return jax.ShapeDtypeStruct(a.shape, jnp.dtype(dtype)) if is_shape else a.astype(dtype)
@@ -125,10 +125,13 @@ def counts_by_name(counts: Tree) -> dict[str, jax.Array]:
     return {_name(path[1:]): a for path, a in jax.tree_util.tree_leaves_with_path(counts)}
 
 
-def with_updated(params: Tree, grads: Tree, updates: Updates, num_stacked: int) -> Tree:
+def with_updated(
+    params: Tree, grads: Tree, updates: Updates, num_stacked: int, *, is_applied: Any = True
+) -> Tree:
     """Return parameters, with the counted ones updated by the counts in `grads`.
 
-    num_stacked: number of leading axes of the leaves of "layers" that stack the layers.
+    num_stacked: number of leading axes of the leaves of "layers" that stack the layers. is_applied:
+    whether the optimizer applies the step; otherwise all parameters stay.
     """
 
     def one(path: tuple, p: jax.Array, counts: jax.Array | None) -> jax.Array:
@@ -137,7 +140,7 @@ def with_updated(params: Tree, grads: Tree, updates: Updates, num_stacked: int) 
         update = updates[_name(path[1:])]
         for _ in range(num_stacked):
             update = jax.vmap(update)
-        return update(p, counts).astype(p.dtype)
+        return jnp.where(is_applied, update(p, counts).astype(p.dtype), p)
 
     if not updates:
         return params

@@ -81,6 +81,8 @@ class StackOptions:
             passes to `ppctl.report`. A name is the parameter's path joined by "/". Each function
             runs after a step, for one layer, with counts summed over the global batch. These
             parameters have no gradient, and no norm, decay or optimizer includes them.
+        keep_dtype: Names of parameters of a layer, as in `updates`, that keep their dtype, as those
+            in `updates` do. All others are cast to the compute dtype.
         divisors: (inputs, targets) -> (number of losses, number of units), sums over the given
             examples. Attached losses are divided by the units, such as tokens that are not padding.
             None: by the number of losses, as the head's sum is.
@@ -111,6 +113,7 @@ class StackOptions:
     outputs: Callable[[Tree, jax.Array], Tree] | None = None
     trainable: Tree = True
     updates: Updates = field(default_factory=dict)
+    keep_dtype: tuple[str, ...] = ()
     divisors: Callable[[Tree, Tree], tuple[Any, Any]] | None = None
     used_layers: Mapping[str, int] = field(default_factory=dict)
     mixes_examples: bool | None = None  # None: unknown
@@ -192,6 +195,11 @@ class Stack:
         """Return `trainable` of "embed_head", or of one layer ("layers")."""
         which = self.options.trainable
         return which[part] if isinstance(which, Mapping) else which
+
+    @property
+    def uncast(self) -> frozenset[str]:
+        """Return the names of the parameters of a layer that keep their dtype."""
+        return frozenset((*self.options.updates, *self.options.keep_dtype))
 
     @property
     def takes_key(self) -> bool:

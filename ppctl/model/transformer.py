@@ -31,6 +31,7 @@ from ppctl.model.cross_entropy import (
     part_log_sums,
 )
 from ppctl.model.experts.expert_layer import (
+    CHOICE_BIAS,
     counted_updates,
     expert_specs,
     used_layers,
@@ -104,6 +105,7 @@ class _Transformer:
             check_batch=self.check_batch,
             divided=self.divided,
             updates=self._updates,
+            keep_dtype=() if self.sizes.moe is None else (CHOICE_BIAS,),
             divisors=num_tokens,
             used_layers=used_layers(self.sizes.moe),
         )

@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from ppctl.data.pack_documents import pack
+from ppctl.data.pack_documents import PADDING, pack
 from ppctl.data.token_windows import NO_TOKEN
 from ppctl.errors import DataError
 
@@ -49,7 +49,8 @@ def documents_of(dataset):
         assert starts[0] == 0
         for a, b in itertools.pairwise(starts):
             tokens = [int(~inputs[a]), *inputs[a + 1 : b].tolist()]
-            if b == len(inputs) and not any(tokens):
+            if inputs[a] == PADDING:
+                assert b == len(inputs)
                 assert (targets[a:b] == NO_TOKEN).all()
             else:
                 yield tokens, targets[a:b].tolist()

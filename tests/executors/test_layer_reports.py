@@ -83,10 +83,9 @@ def plain_counts(params, batch):
 
 
 def pipe_of(stack, *, mesh, schedule, batch=BATCH, dtype=jnp.float64, **how):
-    optimizer = optax.adamw(1e-2, weight_decay=0.5)
-    given = {"schedule": schedule, "num_microbatches": 4, "dtype": dtype} | how
-    mesh = ppctl.mesh(**mesh)
-    return ppctl.pipeline(stack, mesh=mesh, batch=batch, optimizer=optimizer, **given)
+    given = {"schedule": schedule, "num_microbatches": 4, "dtype": dtype}
+    given |= {"optimizer": optax.adamw(1e-2, weight_decay=0.5)} | how
+    return ppctl.pipeline(stack, mesh=ppctl.mesh(**mesh), batch=batch, **given)
 
 
 @pytest.mark.parametrize(
@@ -199,3 +198,24 @@ def test_reports_that_would_not_count_are_refused(stack, message):
 def test_counts_of_another_shape_than_the_parameter_are_refused():
     with pytest.raises(ppctl.PpctlError, match=r"counts \[3\] for a parameter \[4\]"):
         ppctl.report(jnp.zeros(4), jnp.zeros(3))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"executor": "reference", "schedule": "gpipe", "mesh": {}},
+        {"executor": "mpmd", "schedule": "1f1b", "mesh": {"pp": 2}, "post_validation": True},
+        full({"executor": "spmd", "schedule": "1f1b", "mesh": {"pp": 2}}),
+    ],
+)
+def test_a_step_that_the_optimizer_skips_moves_no_counted_parameter(how):
+    optimizer = optax.apply_if_finite(optax.adamw(1e-2), 9)
+    pipe = pipe_of(routed(), optimizer=optimizer, **how)
+    before, bad = jax.device_get(pipe.to_natural(pipe.init(seed=0))), dict(BATCH)
+    bad["targets"] = np.where(np.arange(16)[:, None, None] == 3, np.inf, BATCH["targets"])
+    for batch, is_moved in ((bad, False), (BATCH, True)):
+        state, metrics = pipe.step(pipe.from_natural(before), batch)
+        assert metrics["counts"]["router/bias"].std() > 0
+        after = pipe.to_natural(state)["params"]
+        same = jax.tree.map(lambda a, b: bool((a == b).all()), before["params"], after)
+        assert {*jax.tree.leaves(same)} == {not is_moved}

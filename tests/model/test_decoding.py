@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ppctl.executors.reference import outputs_of
 from ppctl.model.attention.rotary_positions import Rope
 from ppctl.model.cached_decoding import Decoder
 from ppctl.model.experts.router import ExpertSizes
@@ -55,6 +56,25 @@ def decoder(sizes, params, num_devices=1, num_positions=32):
     make = lambda mix, rotate: transformer(**sizes, dtype=jnp.float64, mix=mix, rotate=rotate)
     kv_shape = sizes["num_kv_heads"], sizes["head_dim"]
     return Decoder(make, params, jax.devices()[:num_devices], num_positions, kv_shape, jnp.float64)
+
+
+def test_decoding_in_bfloat16_chooses_the_experts_of_the_whole_model():
+    moe = {"num_experts": 8, "top_k": 2, "width": 16, "has_experts": (True, True)}
+    moe = ExpertSizes(**moe, score="sigmoid", choice_bias=True)
+    stack = transformer(**SIZES, moe=moe, dtype=jnp.float32)
+    params = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), init(stack, 0))
+    # as GLM-4.5's: near 7, with differences that bfloat16 lacks
+    bias = 7 + jnp.linspace(0, 0.015, 16, dtype=jnp.float32).reshape(2, 8)
+    params["layers"]["router"] = params["layers"]["router"] | {"bias": bias}
+    params["layers"]["router"]["kernel"] *= 1e-3
+    make = lambda mix, rotate: transformer(
+        **SIZES, moe=moe, dtype=jnp.bfloat16, mix=mix, rotate=rotate
+    )
+    reader = Decoder(make, params, jax.devices()[:1], 11, (2, 12), jnp.bfloat16)
+    tokens = np.random.default_rng(0).integers(0, 40, (1, 11), np.int32)
+    found, _ = reader.read(jnp.asarray(tokens), reader.empty(1), 0, jnp.zeros(1, jnp.int32))
+    expected = outputs_of(stack, dtype=jnp.bfloat16)(params, tokens)[:, -1]
+    assert jnp.abs(found - expected).max() < 0.05
 
 
 @pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)

@@ -92,6 +92,22 @@ def test_rows_beyond_the_bound_are_dropped_and_counted(way, capacity, load):
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_padding_is_sent_to_no_expert_and_takes_no_room(way):
+    x, chosen, weights, matrices = numbers("one")
+    wanted = computed(way, 1.3, x, chosen, weights, matrices)
+    # as many tokens of padding on each device, between its tokens
+    place = (np.arange(EP)[:, None] * 2 * M + np.array([0, 1, 4, 5, 7, 10])).reshape(-1)
+    padded = [np.full((2 * len(a), *a.shape[1:]), fill) for a, fill in ((x, 9.0), (weights, 5.0))]
+    padded.insert(1, np.full((2 * len(chosen), K), E, np.int32))
+    for a, of_tokens in zip(padded, (x, chosen, weights), strict=True):
+        a[place] = of_tokens
+    y, dropped = computed(way, 1.3, *padded, matrices)
+    np.testing.assert_array_equal(y[place], wanted[0])
+    np.testing.assert_array_equal(np.delete(y, place, 0), 0)
+    assert dropped == wanted[1] > 0
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_those_of_the_rows_that_are_kept(way):
     x, chosen, weights, matrices = numbers("one")
     kept = kept_rows(way, 1.3, chosen)

@@ -12,6 +12,7 @@ import ppctl
 from ppctl.config.groups.optim_settings import TARGETS
 from ppctl.errors import ConfigError
 from ppctl.executors.reference import outputs_of
+from ppctl.model.layer_inputs import LayerInputs
 from ppctl.model.lora import PROJECTIONS, A, B, Lora, adapted_modules, merged, without_adapters
 from ppctl.model.stack import init
 from ppctl.model.transformer import transformer
@@ -28,6 +29,15 @@ IDS = np.random.default_rng(0).integers(0, 32, (2, 8))
 
 def logits(stack, params):
     return outputs_of(stack, dtype=jnp.float64)(params, IDS)
+
+
+def test_the_choice_bias_keeps_its_dtype_with_and_without_adapters():
+    sizes = TRANSFORMER | {"moe": {"num_experts": 4, "choice_bias": True}}
+    for lora in (None, Lora(2, 4.0)):
+        stack = ppctl.transformer(**sizes, lora=lora, dtype=jnp.float32)
+        cast = lambda params, s=stack: LayerInputs().computed(params, jnp.bfloat16, s.uncast)
+        router = jax.eval_shape(cast, stack.param_shapes)["layers"]["router"]
+        assert (router["bias"].dtype, router["kernel"].dtype) == (jnp.float32, jnp.bfloat16)
 
 
 def test_a_model_begins_as_it_is_without_adapters():

@@ -21,8 +21,8 @@ from ppctl.model.attention import chunked_attention
 from ppctl.model.attention.attention_kernels import choose, kernel_named
 from ppctl.model.attention.attention_scores import PLAIN, Scoring
 from ppctl.model.cross_entropy import NO_TOKEN
-from ppctl.model.stack import init
 from ppctl.model.packed_sequences import Documents, num_rows, split_starts, with_starts
+from ppctl.model.stack import init
 
 VOCAB_SIZE, SEQ_LEN, END = 61, 20, 0
 SIZES = {"num_layers": 2, "d_model": 12, "num_heads": 2, "activation": "swiglu", "mlp_width": 24}

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ppctl.model.experts.router import ExpertSizes, route
-from ppctl.model.experts.router import tokens_of
+from ppctl.model.experts.router import ExpertSizes, route, tokens_of
 from ppctl.model.parallel import WHOLE
 
 M, D, E = 40, 6, 8

@@ -24,6 +24,18 @@ TOLERANCE = 1e-10
 WIDTH = 8
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_the_default_dtype_is_float64_only_for_parameters_in_float64(dtype):
+    mlp = ppctl.mlp(num_layers=2, d_model=WIDTH, input_dim=5, target_dim=3, dtype=jnp.dtype(dtype))
+    init = lambda key: {"w": jnp.ones((5, 3), dtype)}
+    loss = lambda y, t: (jnp.sum((y - t) ** 2), jnp.asarray(float(t.size)))
+    network = ppctl.Network(init, lambda params, x: x @ params["w"], loss)
+    how = {"num_microbatches": 2, "schedule": "gpipe", "optimizer": optax.sgd(0.1)}
+    for model in (mlp, network):
+        pipe = ppctl.pipeline(model, ppctl.mesh(), batch=batch_of(5, 3), **how)
+        assert pipe.dtype == dtype
+
+
 def batch_of(inputs, targets, size=16):
     rng = np.random.default_rng(0)
     return {"inputs": rng.normal(size=(size, inputs)), "targets": rng.normal(size=(size, targets))}

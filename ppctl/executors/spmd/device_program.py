@@ -52,6 +52,7 @@ class Device:
         table: jax.Array,  # ticks of this rank, [1, tick, column]
         counts: jax.Array,  # layers of each chunk, [V, 1]
         numbers: jax.Array,  # layer number of each slot, [V, 1, K]
+        *,
         total: Callable[[Tree], Tree] = lambda numbers: numbers,  # sum over devices with other data
     ):
         # 1. the arguments

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ppctl.model.experts.expert_layer import COUNTED, DROPPED
+from ppctl.model.experts.expert_layer import CHOICE_BIAS, DROPPED
 
 LOAD, ENTROPY, LOST = "expert_load", "expert_entropy_nats", "expert_dropped_tokens"
 
@@ -22,7 +22,7 @@ def balance(counts: Mapping[str, Any]) -> dict[str, list[float | None]]:
     >>> balance({"router/bias": [[3, 1], [0, 0]]})
     {'expert_load': [1.5, None], 'expert_entropy_nats': [0.5623, None]}
     """
-    counts_LE = np.asarray(counts["/".join(COUNTED)], float)
+    counts_LE = np.asarray(counts[CHOICE_BIAS], float)
     has_experts = counts_LE.sum(1) > 0
 
     def of_layers(values_L: np.ndarray) -> list[float | None]:

@@ -29,6 +29,8 @@ EXPERT_AXES = ("ep", "tp")
 PARTS = ("router", "experts", "shared", "shared_gate")  # parameters of a layer with experts
 COUNTED, DROPPED = ("router", "bias"), ("router", "dropped")  # parameters with counts as gradients
 
+CHOICE_BIAS = "/".join(COUNTED)
+
 
 def new_experts(sizes: ExpertSizes, d_model: int, draw: Any, *, is_gated: bool) -> Params:
     """Return initial parameters of a layer's router and experts; is_gated: experts have a gate."""
@@ -114,7 +116,7 @@ def counted_updates(sizes: ExpertSizes) -> dict[str, Any]:
     def moved(bias_E: jax.Array, counts_E: jax.Array) -> jax.Array:
         return bias_E + sizes.bias_update * jnp.sign(counts_E.mean() - counts_E)
 
-    updates = {"/".join(COUNTED): moved}
+    updates = {CHOICE_BIAS: moved}
     return updates if sizes.capacity is None else updates | {"/".join(DROPPED): lambda a, _: a}
 
 

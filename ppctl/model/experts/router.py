@@ -5,8 +5,8 @@ the softmax or sigmoid of the logits of all experts. A token takes the experts w
 score plus bias, within its best groups. Their weights are the scores without bias, normalized or
 not.
 
-The balance loss is computed for each sequence (DeepSeek-V3, equations 17 to 20), or each document of
-packed sequences. So, unlike a loss over a microbatch, it does not depend on the division of the
+The balance loss is computed for each sequence (DeepSeek-V3, equations 17 to 20), or each document
+of packed sequences. So, unlike a loss over a microbatch, it does not depend on the division of the
 batch. Losses and counts are sums over real tokens: padding is not routed. Executors divide the
 losses by the number of real tokens (`StackOptions.divisors`).
 

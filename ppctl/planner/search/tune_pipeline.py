@@ -23,7 +23,7 @@ from ppctl.planner.search.layout_candidate import Candidate, knobs_of
 from ppctl.planner.search.tune_layouts import Row, planned_layouts, search_of
 from ppctl.schedule.families.registry import family
 from ppctl.training.pipeline.build_pipeline import pipeline
-from ppctl.training.pipeline.call_checks import floating, whole_number
+from ppctl.training.pipeline.call_checks import compute_dtype, whole_number
 from ppctl.training.pipeline.execution import spmd
 from ppctl.training.pipeline.job import model_on
 from ppctl.training.pipeline.known_hardware import default_dtype, described_device, described_only
@@ -78,7 +78,7 @@ def tune(
             f"executor={executor!r} has one layout. Use ppctl.spmd() or ppctl.mpmd()."
         )
     shapes, request, device = shapes_of(batch), hardware_named(hardware), all_devices()[0]
-    dtype = floating("dtype", dtype, default_dtype(request, device))
+    dtype = compute_dtype(dtype, model, default_dtype(request, device))
     stack = layered_stack(model, batch, layers, dtype)
     target = Target(request, device, num_devices, str(dtype), limits_of(memory_gib))
     names = None if schedules is None else [family(name).name for name in schedules]

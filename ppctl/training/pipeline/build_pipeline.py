@@ -23,7 +23,7 @@ from ppctl.schedule.ir import Schedule
 from ppctl.schedule.scheduled_step import ScheduledStep, scheduled_step
 from ppctl.training.pipeline import optimizers as optim
 from ppctl.training.pipeline import pipeline_request as request
-from ppctl.training.pipeline.call_checks import checked_optimizer, floating, whole_number
+from ppctl.training.pipeline.call_checks import checked_optimizer, compute_dtype, whole_number
 from ppctl.training.pipeline.engines.make_engine import make_engine, model_of
 from ppctl.training.pipeline.engines.train_states import States
 from ppctl.training.pipeline.execution import Execution, execution_of
@@ -69,7 +69,8 @@ def pipeline(
         executor: spmd | mpmd | reference, or with options, such as `ppctl.spmd(...)`.
         partition: uniform | balanced (by FLOPs) | the number of layers of each stage.
         vocab: whole (embedding on the first stage, head on the last) | parallel (on all ranks).
-        dtype, clip_norm: The compute dtype (None: bfloat16 on accelerators); the global norm limit.
+        dtype: The compute dtype. None: float64 if parameters are, else bfloat16 on accelerators.
+        clip_norm: The limit of the global norm.
         metrics: Functions by name: (outputs, {"targets"}) -> values [examples, ...], or (values,
             weights). Steps and evaluations report their means.
         lr_schedule, seed: The learning rates to report; the seed of `init` and of random keys.
@@ -77,7 +78,7 @@ def pipeline(
     """
     # 1. the request
     optimizer = checked_optimizer(optimizer, model, mesh, clip_norm)
-    dtype = floating("dtype", dtype, default_dtype(AutoHardware(), mesh.devices.flat[0]))
+    dtype = compute_dtype(dtype, model, default_dtype(AutoHardware(), mesh.devices.flat[0]))
     seed, shapes = whole_number("seed", seed, 0), request.shapes_of(batch)
     execution, knobs = execution_of(executor, mesh, options)
     plan = request.schedule_for(schedule, mesh, num_microbatches, knobs, shapes)

@@ -62,20 +62,28 @@ def whole_number(name: str, value: Any, least: int) -> int:
     return number
 
 
-def floating(name: str, dtype: Any, usual: str) -> jnp.dtype:
-    """Return `dtype`, or `usual` for None. ConfigError unless floating and enabled in JAX.
+def compute_dtype(dtype: Any, model: Stack | Network, usual: str) -> jnp.dtype:
+    """Return `dtype`. None: `usual`, or float64 if the model has float64 parameters.
 
-    name: name of the argument in messages.
+    ConfigError unless floating and enabled in JAX.
     """
+    if dtype is None:
+        params = (
+            model.param_shapes
+            if isinstance(model, Stack)
+            else jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
+        )
+        is_wide = any(a.dtype == jnp.float64 for a in jax.tree.leaves(params))
+        dtype = "float64" if is_wide else usual
     try:
-        found = jnp.dtype(usual if dtype is None else dtype)
+        found = jnp.dtype(dtype)
     except TypeError:
         found = None
     if found is None or not jnp.issubdtype(found, jnp.floating):
         use = "Use float32, bfloat16 or float64"
-        raise ConfigError(f"{name}={_short(dtype)} is not a floating dtype. {use}.")
+        raise ConfigError(f"dtype={_short(dtype)} is not a floating dtype. {use}.")
     if jax.dtypes.canonicalize_dtype(found) != found:
-        raise ConfigError(f"{name}={found} needs 64 bits, but JAX is set to 32: {X64}.")
+        raise ConfigError(f"dtype={found} needs 64 bits, but JAX is set to 32: {X64}.")
     return found
 
 

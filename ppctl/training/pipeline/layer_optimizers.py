@@ -88,6 +88,11 @@ class LayerOptimizer:
         """Whether the optimizer has a rule for gradients that are not finite."""
         return has_rule(self.optimizer, self.one_layer)
 
+    @cached_property
+    def skips_nonfinite(self) -> bool:
+        """Whether the optimizer changes nothing if a gradient is not finite."""
+        return has_state(self.optimizer, self.one_layer, optax.ApplyIfFiniteState)
+
     def init(self, params: Tree) -> Tree:
         """Return the initial state, in natural order."""
         shapes = jax.eval_shape(self.optimizer.init, self.one_layer)
@@ -113,7 +118,7 @@ class LayerOptimizer:
         """
         slots = self.layout.layer_in_slot if layer_in_slot is None else layer_in_slot
         # 1. the arrays without padding
-        grads = poisoned(self.optimizer, self.one_layer, grads, norm)
+        grads = poisoned(grads, norm) if self.skips_nonfinite else grads
         given = grads, state, params
         if not self.is_elementwise:
             given = tuple(self.layout.unpadded(tree, STAGED) for tree in given)
@@ -239,12 +244,8 @@ def has_rule(optimizer: optax.GradientTransformation, params: Tree) -> bool:
     return any(has_state(optimizer, params, kind) for kind in kinds)
 
 
-def poisoned(
-    optimizer: optax.GradientTransformation, params: Tree, grads: Tree, norm: jax.Array
-) -> Tree:
-    """Return the gradients, or NaN for `optax.apply_if_finite` if the norm is not finite."""
-    if not has_state(optimizer, params, optax.ApplyIfFiniteState):
-        return grads
+def poisoned(grads: Tree, norm: jax.Array) -> Tree:
+    """Return gradients for `optax.apply_if_finite`: NaN if the norm is not finite."""
     return jax.tree.map(lambda g: jnp.where(jnp.isfinite(norm), g, jnp.nan), grads)
 
 

@@ -30,7 +30,7 @@ from ppctl.training.pipeline.layer_optimizers import (
     poisoned,
     zeros_of,
 )
-from ppctl.training.pipeline.update_formulas import Place, places_in, update_formulas
+from ppctl.training.pipeline.update_formulas import Place, has_state, places_in, update_formulas
 
 Tree = Any
 Shape = jax.ShapeDtypeStruct
@@ -107,6 +107,10 @@ class NetworkOptimizer:
     @property
     def guards_finite(self) -> bool:
         return has_rule(self.optimizer, self.shapes)
+
+    @property
+    def skips_nonfinite(self) -> bool:
+        return has_state(self.optimizer, self.shapes, optax.ApplyIfFiniteState)
 
     def _tree(self, leaves: Leaves) -> Tree:
         number = len(self.network.shapes)
@@ -197,7 +201,7 @@ class NetworkOptimizer:
         layer_in_slot: np.ndarray | None = None,
     ) -> tuple[Tree, Tree]:
         """Return (updates, next state), staged."""
-        grads = poisoned(self.optimizer, self.shapes, grads, norm)
+        grads = poisoned(grads, norm) if self.skips_nonfinite else grads
         # 1. embedding and head; for one rank (mpmd) also its layers
         numbers = np.full((1, 1, 1), -1) if layer_in_slot is None else layer_in_slot
         updates, found = self._updated(numbers, grads, state, params, norm)

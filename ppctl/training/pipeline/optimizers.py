@@ -178,6 +178,10 @@ def apply_gradients(
     trained = jax.tree.map(lambda p, g: None if g is None else p, state["params"], grads)
     updates, optimizer_state = update(grads, state["optimizer"], trained, norm=norm, **of_rank)
     params = with_trained(optax.apply_updates(trained, updates), state["params"])
-    # 2. the counted parameters
-    params = with_updated(params, given, counted, STAGED)
+    # 2. the counted parameters, which a skipped step leaves unchanged, too
+    is_guarded = not isinstance(optimizer, optax.GradientTransformation) and (
+        optimizer.skips_nonfinite
+    )
+    is_applied = jnp.isfinite(norm) if counted and is_guarded else True
+    params = with_updated(params, given, counted, STAGED, is_applied=is_applied)
     return {"params": params, "optimizer": optimizer_state, "step": state["step"] + 1}

@@ -98,6 +98,7 @@ class PlainModel:
 
         def update(state: Tree, grads: Tree, max_norm: jax.Array, shift: jax.Array) -> Tree:
             given, grads = grads, without_counted(grads, counted)
+            norm = optax.tree.norm(grads)
             clipping = optax.clip_by_global_norm(max_norm)
             grads, _ = clipping.update(grads, clipping.init(grads))
             least = rounding_of(grads)  # smallest tolerance: gradients may cancel to about 0
@@ -107,7 +108,8 @@ class PlainModel:
             updates, optimizer_state = optimizer.update(grads, state["optimizer"], trained)
             trained = stacked(optax.apply_updates(trained, updates))
             params = with_trained(trained, state["params"])
-            params = with_updated(params, given, counted, 1)
+            is_applied = jnp.isfinite(norm) if how["on_nonfinite"] == "skip" else True
+            params = with_updated(params, given, counted, 1, is_applied=is_applied)
             return {"params": params, "optimizer": optimizer_state}
 
         # 2. the steps, for each shift
