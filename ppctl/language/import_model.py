@@ -77,9 +77,6 @@ def import_model(source: Path, out: Path) -> Imported:
         tensors = open_safetensors(source)
     if model_config.get(DROPOUT):
         notes = (*notes, f"{DROPOUT}={model_config[DROPOUT]} is not applied: unsupported")
-    if model_config.get(BALANCE):
-        what = "ppctl's balance loss per sequence is model.moe.balance_loss"
-        notes = (*notes, f"{BALANCE}={model_config[BALANCE]} is not applied: {what}")
     kept = _kept(source, model_config, texts)
     # 2. read the model and its parameters
     settings = model_settings(model_config)
@@ -89,6 +86,11 @@ def import_model(source: Path, out: Path) -> Imported:
         what = f"{POSITIONS}={length} in config.json leaves no token"
         raise ConfigError(f"{what}. Use 1 or more, or remove it.")
     model = replace(settings_from(Transformer, settings, "model"), seq_len=length)
+    if (weight := model_config.get(BALANCE)) and any(model.has_experts):
+        # the loss of `transformers` is top_k for even loads, ppctl's is 1 in each layer
+        equal = weight * model.moe.top_k / sum(model.has_experts)
+        what = f"model.moe.balance_loss={equal:.3g} weighs even loads alike"
+        notes = (*notes, f"{BALANCE}={weight} is not applied: {what}")
     stack = models.transformer(**settings)
     shapes = stack.param_shapes
     wanted, tensors = named_parameters(shapes, model_config), by_expert(tensors, model_config)

@@ -6,7 +6,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +84,14 @@ def all_or_nothing(out: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Tensors:
-    """Tensors by their `transformers` names: shapes, and a function that reads one tensor."""
+    """Tensors by their `transformers` names: shapes, and a function that reads one tensor.
+
+    fused: the tensor in the file for each tensor that is a part of another, as messages name it.
+    """
 
     shapes: Mapping[str, tuple[int, ...]]
     read: Callable[[str], np.ndarray]
+    fused: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, names: Mapping[str, tuple[int, ...]]) -> None:
         """Raise ConfigError if a tensor is missing, unexpected, or of another shape.
@@ -102,7 +106,8 @@ class Tensors:
             raise ConfigError(f"{what}. Fetch all files of one model.")
         for name, shape in names.items():
             if self.shapes[name] != shape:
-                what = f"{name} is {list(self.shapes[name])}, but config.json requires"
+                part = f" (of {self.fused[name]})" if name in self.fused else ""
+                what = f"{name}{part} is {list(self.shapes[name])}, but config.json requires"
                 raise ConfigError(f"{what} {list(shape)}. Fetch all files of one model.")
         for name in self.shapes:
             if name not in names and not self._is_known(name, names):

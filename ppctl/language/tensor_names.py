@@ -147,6 +147,7 @@ def by_expert(tensors: Tensors, model_config: Mapping[str, Any]) -> Tensors:
     # 1. list the tensors, and the place of each in a fused one
     table, num_layers = layer_names(model_config["model_type"]), model_config["num_hidden_layers"]
     places, shapes = dict[str, tuple[str, Any]](), dict[str, tuple[int, ...]]()
+    sources = dict[str, str]()  # fused tensors, by the name of a part
     for name, shape in tensors.shapes.items():
         layer, _, rest = name.partition(".mlp.")
         parts = FUSED.get(rest.removeprefix("experts."), ())
@@ -167,6 +168,7 @@ def by_expert(tensors: Tensors, model_config: Mapping[str, Any]) -> Tensors:
                 for e in range(shape[0]):
                     one = f"{layer}.{table[f'experts/{part}'].format(e)}"
                     shapes[one], places[one] = (size, shape[2]), (name, (e, rows))
+                    sources[one] = f"{name} {list(shape)}"
     read_last = lru_cache(1)(tensors.read)  # consecutive reads are of one layer's experts
 
     # 2. read a tensor from its place
@@ -176,4 +178,4 @@ def by_expert(tensors: Tensors, model_config: Mapping[str, Any]) -> Tensors:
         fused, place = places[name]
         return read_last(fused)[place]
 
-    return Tensors(shapes, read)
+    return Tensors(shapes, read, sources)

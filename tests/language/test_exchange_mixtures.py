@@ -83,8 +83,8 @@ def test_a_bound_of_training_drops_no_token_of_a_text(tmp_path):
 def test_losses_of_balance_are_noted_and_not_applied(tmp_path):
     notes = import_model(FOLDER / "mixtral", tmp_path / "run").notes
     assert notes == (
-        "router_aux_loss_coef=0.001 is not applied: ppctl's balance loss per sequence is "
-        "model.moe.balance_loss",
+        "router_aux_loss_coef=0.001 is not applied: model.moe.balance_loss=0.001 weighs even "
+        "loads alike",
     )
 
 
@@ -122,6 +122,12 @@ def test_experts_in_one_tensor_and_a_layer_after_the_last_are_read(name, tmp_pat
     import_model(FOLDER / name, tmp_path / "other")
     params = [ppctl.load_run(tmp_path / each).params() for each in ("run", "other")]
     jax.tree.map(np.testing.assert_array_equal, *params)
+    # in the other orientation, the message names the tensor in the file
+    down = f"{layer}.mlp.experts.down_proj"
+    fused[down] = fused[down].swapaxes(1, 2).copy()
+    save_file(fused, directory / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"\(of {down} \[\d+, \d+, \d+\]\) is \[.*requires"):
+        import_model(directory, tmp_path / "third")
 
 
 MADE = {  # mixtures that a user trained: settings, the model_type that they become

@@ -70,10 +70,9 @@ def pipeline(
         partition: uniform | balanced (by FLOPs) | the number of layers of each stage.
         vocab: whole (embedding on the first stage, head on the last) | parallel (on all ranks).
         dtype: The compute dtype. None: float64 if parameters are, else bfloat16 on accelerators.
-        clip_norm: The limit of the global norm.
         metrics: Functions by name: (outputs, {"targets"}) -> values [examples, ...], or (values,
             weights). Steps and evaluations report their means.
-        lr_schedule, seed: The learning rates to report; the seed of `init` and of random keys.
+        clip_norm, lr_schedule, seed: Limit of the global norm; rates to report; seed of all keys.
         options: Options of the executor (remat, gather, ...) and the schedule (num_chunks=2).
     """
     # 1. the request
