@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -203,10 +202,8 @@ def test_one_document_is_said_of_a_run_of_two_processes(tmp_path):
         "run.platform=cpu",
         "--json",
     ]
-    began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "ppctl.cli", *words], capture_output=True, text=True, env=env
-    )
-    assert (done.returncode, time.monotonic() - began < 60) == (2, True)
+    line = [sys.executable, "-m", "ppctl.cli", *words]
+    done = subprocess.run(line, capture_output=True, text=True, env=env)
+    assert done.returncode == 2
     assert json.loads(done.stdout) == error_document("data", "no data. Use other data.")
     assert "ppctl: no data. Use other data.\n" in done.stderr

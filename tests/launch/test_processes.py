@@ -149,9 +149,7 @@ def test_a_process_that_fails_is_told_and_takes_the_others_along(tmp_path):
     words = *TWO, f"run.on_event=tee -a {events}"
     with processes(2, tmp_path / "run", *words, programs={1: FAILING}) as started:
         assert started[1].end() == 2
-        began = time.monotonic()
         assert started[0].end() == 3
-        assert time.monotonic() - began < 30
     assert started[1].lines == ["ppctl: process 1: the rows are gone\n"]
     line = "ppctl: process 1 has failed, and all others leave: the rows are gone\n"
     assert line in started[0].lines  # the main thread may still print a step after it
