@@ -1,7 +1,7 @@
-"""A schedule as an executor runs it: made once, then shared by all code that uses it."""
+"""A schedule as an executor runs it."""
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import inf
 
 from ppctl.schedule.costs import Costs, task_costs
@@ -60,7 +60,6 @@ class ScheduledStep:
         return simulate(self.schedule, costs).bubble_fraction
 
 
-@lru_cache(4)
 def scheduled_step(
     schedule: Schedule,
     engine: EngineTraits,

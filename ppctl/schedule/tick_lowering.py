@@ -6,6 +6,7 @@ forward-backward ticks ("fb"), all others in single-op ticks ("op"). `tick_text`
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from ppctl.errors import ScheduleError
@@ -122,7 +123,8 @@ def ticks(schedule: Schedule, costs: Costs, remat: Remat | str = Remat.FULL) -> 
     return in_shape(schedule, fastest(packed, costs, schedule.num_chunks), Remat.of(remat))
 
 
-def packings(schedule: Schedule) -> list[TickPacking]:
+@lru_cache(8)  # few, because a packing stores all ticks of all ranks
+def packings(schedule: Schedule) -> tuple[TickPacking, ...]:
     """Return `schedule` packed in each possible shape. ScheduleError if a ring cannot run it."""
     reason = why_not(schedule)
     if reason is not None:
@@ -133,7 +135,7 @@ def packings(schedule: Schedule) -> list[TickPacking]:
         cells = pack(schedule, shape)
         return TickPacking(shape, cells, counted(schedule, cells))
 
-    return [packed(shape) for shape in shapes]
+    return tuple(packed(shape) for shape in shapes)
 
 
 def fastest(packed: Sequence[TickPacking], costs: Costs, num_chunks: int) -> TickPacking:
@@ -141,6 +143,7 @@ def fastest(packed: Sequence[TickPacking], costs: Costs, num_chunks: int) -> Tic
     return min(packed, key=lambda each: counted_s(each.counted, costs, num_chunks))
 
 
+@lru_cache(4)  # the config's schedule and the pipeline's are lowered once, whatever their costs
 def in_shape(schedule: Schedule, packing: TickPacking, remat: Remat) -> Ticks:
     """Return a packing lowered to ticks: its tasks, with a slot for every value."""
     program: TickProgram = "fb" if runs_in_fb_ticks(schedule) else "op"

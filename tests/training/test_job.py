@@ -43,7 +43,7 @@ from ppctl.schedule.costs import Costs, task_costs
 from ppctl.schedule.families.one_f_one_b import one_f_one_b
 from ppctl.schedule.partition.partition import LETTERS, stages_text
 from ppctl.schedule.schedule_text import to_csv
-from ppctl.schedule.tick_lowering import ticks
+from ppctl.schedule.tick_lowering import in_shape, packings, ticks
 from ppctl.training.pipeline.built_in_models import make_stack
 from ppctl.training.pipeline.engines.train_states import PlacedBatches
 from ppctl.training.pipeline.jax_start import CPU_FLAGS, DEFAULTS
@@ -415,3 +415,17 @@ def test_the_width_of_jax_and_initial_weights_are_of_the_request_not_of_the_envi
     jax.tree.map(np.testing.assert_array_equal, weights, init(again.pipe.stack, 2**31))
     with jax.default_prng_impl("rbg"):
         jax.tree.map(np.testing.assert_array_equal, weights, init(job.pipe.stack, 2**31))
+
+
+@pytest.mark.parametrize("train", ["all", "lora"])
+def test_the_schedule_of_a_job_is_lowered_once(train):
+    # with lora, the config's and the model's costs of W differ
+    config = replace(
+        transformer_config(mesh=Mesh(pp=2), schedule=Interleaved(num_microbatches=4)),
+        optim=AdamW(train=train),
+    )
+    packings.cache_clear()
+    in_shape.cache_clear()
+    assemble(config)
+    lowered = packings.cache_info().misses, in_shape.cache_info().misses
+    assert lowered == (2, 2)  # the step and the evaluation

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Any
 
 from ppctl.errors import ConfigError, ScheduleError
@@ -29,7 +29,7 @@ from ppctl.schedule.piece_times import OpTimes
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.search import placement_costs
 from ppctl.schedule.search.placement_costs import LayerBytes, LayerCosts
-from ppctl.schedule.tick_lowering import TickPacking, fastest, in_shape, packings
+from ppctl.schedule.tick_lowering import fastest, in_shape, packings
 from ppctl.schedule.vocabulary_parallel import with_parts, with_vocabulary
 
 # key of a schedule: (family, ranks, microbatches, chunks, vocabulary parts, whether in ticks)
@@ -265,19 +265,15 @@ def _built(
     return with_parts(schedule) if in_ticks else with_vocabulary(schedule)
 
 
-@lru_cache(maxsize=8)  # small, because a packing stores all ticks of all ranks
-def _packings(*key: Any) -> list[TickPacking]:
-    return packings(_built(*key))
-
-
 @cache
 def _in_ticks(key: Key, remat: Remat, trained: float) -> tuple[Counted, Mapping[str, int]]:
     """Return the phases of a schedule's ticks, and the number of slots on a rank, by name.
 
     trained: the trained share of the layers' weights, 0..1.
     """
-    packing = fastest(_packings(*key), task_costs(remat, trained), key[3])
-    return packing.counted, in_shape(_built(*key), packing, remat).num_slots
+    schedule = _built(*key)
+    packing = fastest(packings(schedule), task_costs(remat, trained), key[3])
+    return packing.counted, in_shape(schedule, packing, remat).num_slots
 
 
 @cache
