@@ -112,7 +112,7 @@ def test_ranks_with_programs_of_their_own_are_given_their_parts():
     pipe = make_pipe(
         make(257), batch, {"pp": 4}, schedule="zb_h1", executor="mpmd", vocab="parallel"
     )
-    for of_rank in pipe.init(seed=0):
+    for of_rank in pipe.engine.new_state(0):
         embed_head = of_rank["params"]["embed_head"]
         assert (embed_head["embedding"].shape[0], embed_head["head"].shape[1]) == (65, 65)
     entries, _ = pipe.engine.plan("step")

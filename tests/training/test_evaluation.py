@@ -83,10 +83,10 @@ def losses_of(pipe, state, batch):
 )
 def test_losses_are_means_over_all_targets(executor, schedule, axes, how):
     pipe = pipeline_of(executor, schedule, axes, **how)
-    state = pipe.init(seed=1)
+    state, begun = pipe.init(seed=1), pipe.engine.new_state(1)
     whole = examples(np.arange(NUM_BATCHES * BATCH_SIZE))
     wanted = losses_of(pipe, state, whole).mean()
-    assert evaluate(pipe.engine, held_out(0, NUM_BATCHES), NUM_BATCHES, state) == pytest.approx(
+    assert evaluate(pipe.engine, held_out(0, NUM_BATCHES), NUM_BATCHES, begun) == pytest.approx(
         wanted, rel=1e-12
     )
     uneven = examples(np.arange(BATCH_SIZE))  # 6, 1, 11 and 12 targets in its microbatches
@@ -100,7 +100,7 @@ def test_losses_are_means_over_all_targets(executor, schedule, axes, how):
     with pytest.raises(
         DataError, match="data=prompts has no targets in the 1 batches of an evaluation"
     ):
-        evaluate(pipe.engine, held_out(2, 1), 1, state)
+        evaluate(pipe.engine, held_out(2, 1), 1, begun)
     loss, grads = pipe.loss_and_grads(state, empty)
     assert float(loss) == 0
     assert not any(np.any(np.asarray(g)) for g in jax.tree.leaves(grads))

@@ -1,5 +1,7 @@
 """Wrong calls of the Python API are one line with the value and the remedy, before any compiling."""
 
+import copy
+import pickle
 import re
 
 import jax
@@ -198,8 +200,17 @@ def test_a_state_of_equal_shapes_with_layers_in_another_order_is_refused():
     stack = ppctl.transformer(num_layers=4, d_model=8, num_heads=2, vocab_size=16)
     looped = make(model=stack, schedule="interleaved", num_chunks=2)
     v_shaped = make(model=stack, schedule="zb_v", executor="spmd")
-    with pytest.raises(ppctl.PpctlError, match="whose ranks hold other layers"):
-        v_shaped.loss(looped.init(), BATCH)
+    state, other = v_shaped.init(), looped.init()
+    leaves, structure = jax.tree.leaves(other), jax.tree.structure(state)
+    # a state, its copies, and its arrays in the structure of the right state, as from a file
+    copies = other, copy.deepcopy(other), pickle.loads(pickle.dumps(jax.device_get(other)))
+    for each in (*copies, jax.tree.map(jnp.copy, other), jax.tree.unflatten(structure, leaves)):
+        with pytest.raises(ppctl.PpctlError, match="whose ranks hold other layers"):
+            v_shaped.loss(each, BATCH)
+    assert v_shaped.loss(jax.device_get(state), BATCH) > 0  # a copy of its own state
+    del state["layer_in_slot"]
+    with pytest.raises(ppctl.PpctlError, match="this pipeline: it has no layer_in_slot"):
+        v_shaped.loss(state, BATCH)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**31, "a"])

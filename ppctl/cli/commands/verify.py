@@ -59,9 +59,10 @@ def verify(config: Config, *, as_json: bool) -> int:
     check_comparable(job.pipe)
     notes = [note for note in (unkept, *check_job(job)) if note is not None]
     plain = plain_model(job)
-    state = job.pipe.init()  # initial state, for gradients and steps
-    batch = next(job.data.batches())
-    of_batch = verify_gradients(job.pipe, plain.first, state, batch)
+    state = job.pipe.engine.new_state()  # initial state, for gradients and steps
+    batch = job.pipe.put(next(job.data.batches()))
+    found = job.pipe.engine.loss_and_grads(state, batch)
+    of_batch = verify_gradients(job.pipe, plain.first, found)
     training = None
     if config.verify.steps:
         steps = plain.run(config.verify.steps, of_batch.tolerance)

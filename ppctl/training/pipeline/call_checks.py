@@ -1,9 +1,8 @@
 """Checks of the arguments of the Python API: numbers, batches and states."""
 
 import operator
-import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
 from typing import Any
@@ -12,16 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from ppctl.config.field_checks import LARGEST
 from ppctl.errors import ConfigError
+from ppctl.executors.parameter_layout import Layout
 from ppctl.model.network import Network
 from ppctl.model.stack import Stack
 from ppctl.training.pipeline.engines.post_validation import Attempt
 
 Tree = Any
 NUMBERS = "biuf"  # NumPy dtype kinds allowed in a batch, besides bfloat16
+ORDER = "layer_in_slot"  # name of the array in a state: the layers [V, P, K], -1 in padding
 X64 = 'call jax.config.update("jax_enable_x64", True) first'
 
 
@@ -198,70 +200,77 @@ def check_values(
 class StateChecks:
     """The checks of the states of one pipeline: shapes, shardings and the order of layers.
 
-    wanted: shapes, dtypes and shardings of a state. order: the layers and the rank of each stage.
-    A state of another pipeline may have the same shapes with its layers in another order. So each
-    state that a pipeline returns is remembered, with its order, until it is freed.
+    wanted: shapes, dtypes and shardings of an engine's state.
+
+    A state of another pipeline may have the same shapes with its layers in another order. So a
+    pipeline's state is the engine's state and the layer in each slot. It is an array, not a part of
+    the tree's structure: it stays with the other arrays on the host and in files, while a restored
+    state gets the structure of its target.
     """
 
     wanted: Tree
-    order: Any
-    _made: dict[int, tuple[weakref.ref, Any]] = field(default_factory=lambda: _MADE, repr=False)
+    layout: Layout
 
     @cached_property
     def _flat(self) -> tuple[list[Any], Any]:
         return jax.tree.flatten(self.wanted)
 
-    def remember(self, state: Tree) -> Tree:
-        """Return the state, after recording the pipeline's order for it."""
-        leaf = _mark(state)
-        if isinstance(leaf, jax.Array):
-            key = id(leaf)
-            self._made[key] = weakref.ref(leaf, lambda _: self._made.pop(key, None)), self.order
-        return state
+    def ordered(self, state: Tree, before: Tree | None = None) -> Tree:
+        """Return an engine's state with the layer in each slot; before: the previous state."""
+        if isinstance(state, Attempt):
+            state.order = self.layout.layer_in_slot
+            return state
+        _, order = _split(before)
+        if order is None:
+            a, everywhere = self.layout.layer_in_slot, NamedSharding(self.layout.mesh, P())
+            order = jax.make_array_from_callback(a.shape, everywhere, a.__getitem__)
+        return {**state, ORDER: order} if isinstance(state, dict) else (*state, {ORDER: order})
 
-    def check(self, state: Tree) -> None:
-        """Raise ConfigError if a state has another layout, or a step has reused its memory."""
-        state = _arrays_of(state)
+    def checked(self, state: Tree) -> Tree:
+        """Return the engine's state.
+
+        ConfigError if it has another layout or order of layers, or a step has reused its memory.
+        """
+        of_engine, order = _split(state)
+        arrays = of_engine.state if isinstance(of_engine, Attempt) else of_engine
         # mpmd: leave out remote ranks, whose arrays this process does not have
-        if isinstance(self.wanted, tuple) and isinstance(state, tuple):
-            pairs = zip(state, self.wanted, strict=False)
-            state = tuple(None if wanted is None else part for part, wanted in pairs)
-        leaves, tree = jax.tree.flatten(state)
+        if isinstance(self.wanted, tuple) and isinstance(arrays, tuple):
+            pairs = zip(arrays, self.wanted, strict=False)
+            arrays = tuple(None if wanted is None else part for part, wanted in pairs)
+        leaves, tree = jax.tree.flatten(arrays)
         wanted, wanted_tree = self._flat
+        has_order = order is not None
+        why = None if has_order else f"it has no {ORDER}"
         if tree != wanted_tree or not all(map(_is_like, leaves, wanted)):
-            why = _difference(state, self.wanted) or "its arrays are on other devices"
+            why = _difference(arrays, self.wanted) or "its arrays are on other devices"
+        if why is not None:
             raise ConfigError(
                 f"The state does not fit this pipeline: {why}. Use "
                 "pipe.init(), or pipe.from_natural(other.to_natural(state)) for a state of another "
                 "pipeline of the same model."
             )
-        if any(isinstance(a, jax.Array) and a.is_deleted() for a in leaves):
+        if any(isinstance(a, jax.Array) and a.is_deleted() for a in (*leaves, order)):
             raise ConfigError(
                 "The state was passed to an earlier step, which reused its memory. Use the state "
                 "that the step returned: state, metrics = pipe.step(state, batch)."
             )
-        leaf = _mark(state)
-        known = self._made.get(id(leaf))
-        if known is not None and known[0]() is leaf and known[1] != self.order:
+        if not np.array_equal(order, self.layout.layer_in_slot):
             raise ConfigError(
                 "The state belongs to a pipeline whose ranks hold other layers. Use "
                 "pipe.from_natural(other.to_natural(state))."
             )
+        return of_engine
 
 
-_MADE: dict[int, tuple[weakref.ref, Any]] = {}
-
-
-def _arrays_of(state: Any) -> Tree:
-    """Return the arrays of a state; with post-validation the state is an `Attempt`."""
-    return state.state if isinstance(state, Attempt) else state
-
-
-def _mark(state: Tree) -> Any:
-    """Return the array that identifies a state: its step count."""
-    state = _arrays_of(state)
-    parts = state if isinstance(state, tuple) else (state,)
-    return next((each["step"] for each in parts if each and each["step"] is not None), None)
+def _split(state: Any) -> tuple[Any, Any]:
+    """Return (engine's state, layer in each slot); None if the state has no such array."""
+    if isinstance(state, Attempt):
+        return state, state.order
+    if isinstance(state, Mapping):
+        return {name: a for name, a in state.items() if name != ORDER}, state.get(ORDER)
+    if isinstance(state, tuple) and state and isinstance(state[-1], Mapping) and ORDER in state[-1]:
+        return state[:-1], state[-1][ORDER]
+    return state, None
 
 
 def _is_like(a: Any, wanted: jax.ShapeDtypeStruct) -> bool:

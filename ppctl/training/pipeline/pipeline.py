@@ -44,7 +44,8 @@ Tree = Any
 class Pipeline:
     """A model, its optimizer and a schedule on a mesh. Made by `ppctl.pipeline`.
 
-    A state is a pytree of sharded arrays, which Orbax can save; `step` reuses its memory. A batch
+    A state is a pytree of sharded arrays, which Orbax can save, with the layer in each slot; `step`
+    reuses its memory. A batch
     is {"inputs", "targets"}: arrays [batch, ...] with the shapes of the pipeline's batch, on the
     host or placed by `put`.
     """
@@ -135,7 +136,7 @@ class Pipeline:
         """
         number = None if seed is None else whole_number("seed", seed, 0)
         self._try_examples()
-        return self._state_checks.remember(self.engine.new_state(number))
+        return self._state_checks.ordered(self.engine.new_state(number))
 
     def step(self, state: Tree, batch: Mapping[str, Any]) -> tuple[Tree, dict[str, jax.Array]]:
         """Return (next state, metrics) of one train step.
@@ -153,11 +154,11 @@ class Pipeline:
             forwards. The latter are missing if tp, cp or vocab=parallel divides the head, because
             no device has whole outputs; `evaluate` has them.
         """
-        placed = self._placed(state, batch)
+        of_engine, placed = self._state_checks.checked(state), self.put(batch)
         if "step" not in self._done:
             self.compile()
-        state, metrics = self.engine.step(state, placed)
-        return self._state_checks.remember(state), metrics
+        found, metrics = self.engine.step(of_engine, placed)
+        return self._state_checks.ordered(found, state), metrics
 
     def loss(self, state: Tree, batch: Mapping[str, Any]) -> jax.Array:
         """Return the mean loss of a batch with any number of examples, by forwards only.
@@ -166,14 +167,14 @@ class Pipeline:
         """
         if isinstance(batch, Mapping) and "inputs" in batch and not self._is_whole(batch):
             return self.evaluate(state, batch)["loss"]
-        placed = self._placed(state, batch)
+        state, placed = self._state_checks.checked(state), self.put(batch)
         if "loss" not in self._done:
             self.compile(evaluate=True)
         return self.engine.loss(state, placed)[0]
 
     def loss_and_grads(self, state: Tree, batch: Mapping[str, Any]) -> tuple[jax.Array, Tree]:
         """Return (mean loss, gradients in natural order) of a batch; the state stays usable."""
-        return self.engine.loss_and_grads(state, self._placed(state, batch))
+        return self.engine.loss_and_grads(self._state_checks.checked(state), self.put(batch))
 
     def _is_whole(self, batch: Mapping[str, Any]) -> bool:
         is_array = lambda a: not isinstance(a, Mapping)  # noqa: E731
@@ -224,12 +225,11 @@ class Pipeline:
         For a `Network` this is the tree that its init returns; for a `Stack` {"embed_head",
         "layers"}, with layers [L, ...] in model order.
         """
-        self._state_checks.check(state)
-        return of_author(self.stack, self.engine.params(state))
+        return of_author(self.stack, self.engine.params(self._state_checks.checked(state)))
 
     def _of_whole(self, state: Tree, batch: Any) -> tuple[Tree, dict[str, np.ndarray]]:
         """Return (natural parameters, a checked batch of any number of examples on the host)."""
-        self._state_checks.check(state)
+        state = self._state_checks.checked(state)
         if self.stack.options.mixes_examples:
             raise ConfigError(
                 "The model mixes the examples of a batch (mixes_examples=True), so an example has "
@@ -243,13 +243,9 @@ class Pipeline:
         how = self.stack, self.mesh, self.dtype, self.metrics
         return WholeModel(*how, self.model.num_examples)
 
-    def _placed(self, state: Tree, batch: Mapping[str, Any]) -> Tree:
-        self._state_checks.check(state)
-        return self.put(batch)
-
     @cached_property
     def _state_checks(self) -> StateChecks:
-        return StateChecks(self.engine.state_shapes, (self.partition, self.layout.rank_of))
+        return StateChecks(self.engine.state_shapes, self.layout)
 
     def compile(self, *, evaluate: bool = False) -> Footprint:
         """Compile the train step, and with `evaluate` also `loss`; return the step's memory."""
@@ -308,14 +304,13 @@ class Pipeline:
 
     def to_natural(self, state: Tree) -> Tree:
         """Return the state in natural order, as in checkpoints: layers [L, ...] in model order."""
-        self._state_checks.check(state)
-        return self.engine.to_natural(state)
+        return self.engine.to_natural(self._state_checks.checked(state))
 
     def from_natural(self, state: Tree) -> Tree:
         """Return the pipeline's state from a state in natural order."""
         check_natural(state, self.states.natural)
         state = jax.device_put(state, shardings_of(self.states.natural))
-        return self._state_checks.remember(self.engine.from_natural(state))
+        return self._state_checks.ordered(self.engine.from_natural(state))
 
     # memory and time
 

@@ -128,7 +128,8 @@ def _train(
         footprint, compile_time_s = _compiled(job, say, start)
         heartbeat.note("start", start)
         compare({})  # waits for all: Gloo gives up after half a minute
-        state = job.pipe.init() if restored is None else job.pipe.from_natural(restored)
+        engine = job.pipe.engine
+        state = engine.new_state() if restored is None else engine.from_natural(restored)
         del restored, resumed
         # 4. train
         with _metrics(job, start, console) as metrics, StepClock() as clock:

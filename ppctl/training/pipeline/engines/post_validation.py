@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import jax
+import numpy as np
 
 from ppctl.executors.mpmd.dispatch_plan import Walk
 from ppctl.schedule.ir import Task
@@ -26,13 +27,15 @@ Tree = Any
 class Attempt:
     """A state that is valid if the norm of its step is finite and needs no clipping.
 
-    `before` is the state before the step, None once the attempt is settled.
+    `before` is the state before the step, None once the attempt is settled. order: the layer in
+    each slot, see `StateChecks`.
     """
 
     state: Tree
     before: Tree | None = None
     outcome: dict | None = None  # values of the step for a repeated update, see `Mpmd.outcome`
     norm: jax.Array | None = None
+    order: np.ndarray | None = None
 
     def block_until_ready(self) -> Self:
         """Wait for the state; jax.block_until_ready calls this."""

@@ -99,10 +99,10 @@ def verify(pipe: Pipeline, batch: Mapping[str, Any], seed: int | None = None) ->
     """
     check_comparable(pipe)
     arrays = on_host(batch, pipe.batch_shapes, pipe.stack)
-    state = pipe.init(seed)
+    found = pipe.loss_and_grads(pipe.init(seed), arrays)
     params = initial_params(pipe.stack, pipe.states.seed if seed is None else seed)
     loss_and_grads, _ = plain_functions(*pipe.plain)
-    return verify_gradients(pipe, jax.device_get(loss_and_grads(params, arrays, 0)), state, arrays)
+    return verify_gradients(pipe, jax.device_get(loss_and_grads(params, arrays, 0)), found)
 
 
 def check_comparable(pipe: Pipeline) -> None:
@@ -120,13 +120,14 @@ def check_comparable(pipe: Pipeline) -> None:
 
 
 def verify_gradients(
-    pipe: Pipeline, plain: tuple[Mapping[str, np.ndarray], Tree], state: Tree, batch: Tree
+    pipe: Pipeline, plain: tuple[Mapping[str, np.ndarray], Tree], found: tuple[jax.Array, Tree]
 ) -> Verification:
-    """Return the comparison of loss and gradients of a batch; `state` stays usable.
+    """Return the comparison of loss and gradients of a batch.
 
-    plain: losses and gradients of the batch without a pipeline, on the host.
+    plain: losses and gradients of the batch without a pipeline, on the host. found: loss and
+    gradients of the pipeline.
     """
-    loss, grads = pipe.loss_and_grads(state, batch)
+    loss, grads = found
     losses, expected = plain
     tolerance = tolerance_of(pipe)
     least = float(rounding_of(expected, np)) / tolerance
