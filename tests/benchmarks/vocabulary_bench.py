@@ -76,7 +76,7 @@ def main():
     args = parser.parse_args()
     pipes = {name: make(how, args) for name, how in ENDS.items()}
     states, taken, of_rank = {}, {name: [] for name in ENDS}, {name: [] for name in ENDS}
-    for name, (pipe, batch) in pipes.items():
+    for name, (pipe, _) in pipes.items():
         pipe.compile()
         states[name] = pipe.engine.new_state(0)
     for _ in range(args.steps):
