@@ -87,7 +87,7 @@ def test_every_size_of_a_model_composes_and_states_its_source(name):
 
 
 @pytest.mark.parametrize("recipe", options("recipes"))
-def test_every_recipe_composes_and_states_what_it_claims(recipe):
+def test_every_recipe_composes_and_has_its_header(recipe):
     assert isinstance(composed(f"recipes={recipe}").model, c.Transformer | c.MLP | c.CustomModel)
     header = (ROOT / "recipes" / f"{recipe}.yaml").read_text()
     for word in ("# @package _global_", "# Claim: ", "# Hardware: ", f" recipes={recipe}"):

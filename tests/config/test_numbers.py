@@ -76,7 +76,7 @@ def test_a_number_is_taken_or_refused_by_name(key, part, path):
         )
 
 
-def test_there_are_settings_to_check():
+def test_the_checked_settings_are_many():
     assert len(SETTINGS) > 60
 
 
@@ -144,7 +144,7 @@ ABSURD = {
 
 
 @pytest.mark.parametrize(("asked", "words"), ABSURD.values(), ids=ABSURD)
-def test_what_no_machine_holds_is_refused_before_any_work(asked, words):
+def test_sizes_beyond_any_machine_are_refused_before_any_work(asked, words):
     said = refusal(asked)
     assert said is not None
     assert re.search(words, said), said
@@ -159,7 +159,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("model", LARGE.values(), ids=LARGE)
-def test_what_somebody_may_plan_is_not_refused(model):
+def test_large_models_can_be_planned(model):
     asked = replace(
         c.Config(), model=model, mesh=c.Mesh(dp=64, pp=64), schedule=c.Schedule("1f1b", 512)
     )
@@ -185,7 +185,7 @@ def test_a_request_for_a_drawing_may_be_of_any_length_but_not_of_any_mesh():
         "train mesh=1x8192 schedule=1f1b",
     ],
 )
-def test_no_machine_simulates_so_many_devices(words, tmp_path, monkeypatch, capsys):
+def test_more_devices_than_a_machine_simulates_are_refused(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main([*words.split(), "run.platform=cpu", "data=synthetic"]) == 2
     assert re.fullmatch(

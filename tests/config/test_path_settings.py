@@ -37,12 +37,12 @@ def texts(hint, name=""):
             yield from texts(each, name)
 
 
-def test_every_setting_of_any_text_is_a_path_or_listed_as_none():
+def test_every_setting_of_any_text_is_a_path_or_listed_as_other_text():
     assert {*texts(Config)} == {*path_settings()} | TEXTS | WRITTEN
 
 
 @pytest.mark.parametrize("name", path_settings())
-def test_every_path_is_found_in_a_record_and_not_the_word_for_none(name):
+def test_every_path_is_found_in_a_record_except_the_word_for_no_path(name):
     part, *inner = name.split(".")
     of_part = {inner[0]: [{inner[1]: "a"}]} if len(inner) == 2 else {inner[0]: "a"}
     assert recorded_paths({part: of_part}) == ["a"]

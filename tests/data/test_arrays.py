@@ -23,7 +23,7 @@ def dataset(arrays, **changes):
     )
 
 
-def test_every_example_is_there_once_and_the_held_out_ones_are_of_all_classes():
+def test_every_example_occurs_once_and_held_out_ones_are_of_all_classes():
     data = dataset(rows())
     assert (data.num_examples, data.num_eval_examples) == (30, 10)
     assert data.source == "a.b: 40 examples, inputs float64[2], targets int64[]"
@@ -39,12 +39,12 @@ def test_every_example_is_there_once_and_the_held_out_ones_are_of_all_classes():
     )
 
 
-def test_without_targets_the_inputs_are_them():
+def test_without_targets_the_inputs_are_the_targets():
     found = dataset(rows(targets=None)).read(np.arange(3))
     np.testing.assert_array_equal(found["inputs"], found["targets"])
 
 
-def test_a_memory_map_is_read_and_told_apart_by_its_content(tmp_path):
+def test_a_memory_map_has_the_fingerprint_of_its_content(tmp_path):
     np.save(tmp_path / "x.npy", rows()["inputs"])
     mapped = dataset({"inputs": np.load(tmp_path / "x.npy", mmap_mode="r")})
     assert mapped.fingerprint == dataset(rows(targets=None)).fingerprint
@@ -66,7 +66,7 @@ def test_a_memory_map_is_read_and_told_apart_by_its_content(tmp_path):
         (rows(4), r"a.b: 4 examples: 4-1 = 3 are left to train on, fewer than data.batch_size=4"),
     ],
 )
-def test_what_is_no_data_set_is_refused(arrays, said):
+def test_invalid_arrays_are_refused(arrays, said):
     with pytest.raises(DataError, match=said):
         dataset(arrays)
 

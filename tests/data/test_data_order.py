@@ -62,7 +62,7 @@ def few_examples(name):
 
 
 @every_language
-def test_language_batches_are_int32_tokens_with_the_next_one_as_target(build, name):
+def test_language_batches_are_int32_tokens_with_the_next_token_as_target(build, name):
     dataset = build(name)
     assert dataset.input_dim is dataset.target_dim is None
     for batch in [*take(dataset.batches(), 3), *dataset.eval_batches(2)]:
@@ -104,7 +104,7 @@ def test_unshuffled_examples_come_in_the_order_of_their_numbers_in_every_epoch(b
 
 
 @every_kind
-def test_only_the_asked_rows_are_read(build, name):
+def test_only_the_requested_rows_are_read(build, name):
     whole, all_rows = recorded(build(name))
     list(whole.eval_batches(2))
     part, some_rows = recorded(build(name))
@@ -130,7 +130,7 @@ def test_resume_reads_nothing_before_its_step(build, name):
 
 
 @of_one_part
-def test_an_epoch_meets_every_example_once_and_the_next_one_in_another_order(build, name):
+def test_an_epoch_has_every_example_once_and_the_next_epoch_has_another_order(build, name):
     dataset = build(name, **few_examples(name))
     first, second = two_epochs(dataset)
     assert sorted(first) == sorted(second) == list(range(dataset.num_examples))
@@ -167,7 +167,7 @@ def test_eval_batches_of_a_corpus_do_not_depend_on_the_seed(build, name):
 
 
 @every_kind
-def test_fingerprint_tells_apart_what_decides_the_batches(build, name):
+def test_settings_that_change_batches_change_the_fingerprint(build, name):
     changes = [{}, {"seed": 1}, {"batch_size": 4}, {"eval_fraction": 0.2}]
     changes += [{"seq_len": 8}] if name != "regression" else [{"num_rows": 301}, {"num_targets": 2}]
     prints = [build(name, **change).fingerprint for change in changes]
@@ -256,7 +256,7 @@ def test_a_fraction_that_is_whole_on_paper_is_not_rounded_down():
     assert num_held_out("", 100, 0.29, 1) == 29
 
 
-def test_no_fraction_is_proposed_where_none_is_large_enough(build):
+def test_no_fraction_is_proposed_if_all_are_too_small(build):
     with pytest.raises(
         DataError,
         match=r"holds out 1, fewer than data.batch_size=8. Use more data, a smaller data.batch",

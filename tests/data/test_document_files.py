@@ -203,7 +203,7 @@ def tokenizer(tmp_path_factory):
     return directory
 
 
-def test_documents_are_their_texts_with_the_end_behind_each(tmp_path, tokenizer):
+def test_documents_are_their_texts_each_followed_by_the_end_token(tmp_path, tokenizer):
     by = load_tokenizer(str(tokenizer), None)
     source = Source([written(tmp_path / "a.jsonl", LINES)], frozenset(), Fields(), False)
     tokens = cached_tokens("t", source, by, "", str(tmp_path / "cache"))
@@ -226,7 +226,7 @@ def test_a_long_text_in_pieces_has_the_ids_of_the_whole(tmp_path, tokenizer, mon
     assert tokens.ends.tolist() == [len(tokens.ids)]
 
 
-def test_prompts_and_what_users_say_are_no_targets(build, tmp_path, tokenizer):
+def test_prompts_and_user_messages_are_not_targets(build, tmp_path, tokenizer):
     chat = [
         {"role": "user", "content": "fox " * 40},
         {"role": "assistant", "content": "zwei " * 40},
@@ -255,7 +255,7 @@ def test_prompts_and_what_users_say_are_no_targets(build, tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("marked", [True, False])
-def test_of_a_chat_the_template_alone_says_what_is_learned(tmp_path, tokenizer, marked):
+def test_only_the_chat_template_decides_which_tokens_are_learned(tmp_path, tokenizer, marked):
     """The end token of an answer is learned once, and no other follows a chat."""
     answer = "{{ m.content + '<|im_end|>' }}"
     answer = "{% generation %}" + answer + "{% endgeneration %}" if marked else answer
@@ -344,7 +344,7 @@ def test_who_waited_for_a_killed_writer_begins_anew(tmp_path, chars):
         assert (found / name).read_bytes() == (tmp_path / "whole" / found.name / name).read_bytes()
 
 
-def test_an_interrupted_writer_leaves_nothing(tmp_path, monkeypatch):
+def test_an_interrupted_writer_leaves_no_file(tmp_path, monkeypatch):
     encoded = token_cache.encoded
 
     def interrupted(*given):
@@ -363,7 +363,7 @@ def test_an_interrupted_writer_leaves_nothing(tmp_path, monkeypatch):
     assert {path.suffix for path in cache.iterdir()} == {".lock", ".tokens"}
 
 
-def test_a_writer_that_fails_leaves_nothing(tmp_path, monkeypatch):
+def test_a_failed_writer_leaves_no_file(tmp_path, monkeypatch):
     monkeypatch.setattr(token_cache, "CHARS_AT_ONCE", 1)
     file = written(tmp_path / "a.jsonl", LINES + "{\n")
     with pytest.raises(DataError):

@@ -12,7 +12,7 @@ from ppctl.data.generated_data import JUMP_FRACTION
 
 
 @pytest.mark.parametrize("name", ["synthetic", "regression"])
-def test_an_example_depends_on_the_seed_and_its_number_alone(build, name):
+def test_an_example_depends_only_on_the_seed_and_its_number(build, name):
     large, small = build(name, seed=5), build(name, seed=5, batch_size=2, eval_fraction=0.2)
     together = large.read(np.array([7, 250, 3]))
     for row, example in enumerate((7, 250, 3)):

@@ -33,7 +33,7 @@ def opened(files, kind, *words):
 PATHS = ("path", "train"), ("eval_path", "eval")
 
 
-def test_all_of_the_file_is_held_out_and_none_of_it_is_trained_on(files):
+def test_the_whole_evaluation_file_is_held_out_and_not_trained_on(files):
     data = opened(files, "tokens", "data.vocab_size=80")
     assert (data.num_examples, data.num_eval_examples) == (15, 5)
     batches = data.batches()
@@ -48,7 +48,7 @@ def test_all_of_the_file_is_held_out_and_none_of_it_is_trained_on(files):
     assert [int(first) >= 50 for first in mixed] == [True, False, True, False]
 
 
-def test_text_is_held_out_alike(files):
+def test_a_text_file_is_held_out_whole(files):
     data = opened(files, "text", f"data.cache_dir={files}")
     alone = opened(files, "text", f"data.cache_dir={files}", "data.eval_path=null")
     assert data.fingerprint != alone.fingerprint

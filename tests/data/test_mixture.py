@@ -34,7 +34,7 @@ def test_parts_come_by_their_weights_and_each_in_epochs_of_its_own(build):
     assert not np.array_equal(met(build("mixture", seed=1), 3), numbers[:24])
 
 
-def test_examples_are_those_of_the_parts(build, tmp_path):
+def test_a_mixture_has_the_examples_of_its_parts(build, tmp_path):
     dataset = build("mixture")
     (first, held_out, _), _ = dataset.mixture
     alone = [
@@ -54,7 +54,7 @@ def test_examples_are_those_of_the_parts(build, tmp_path):
         )
 
 
-def test_what_is_held_out_is_mixed_alike(build):
+def test_held_out_examples_are_mixed_by_weight(build):
     dataset = build("mixture")
     total = sum(part[0] for part in dataset.mixture)
     numbers = []
@@ -68,7 +68,7 @@ def test_what_is_held_out_is_mixed_alike(build):
 
 
 @pytest.mark.parametrize("held_out", [False, True])
-def test_all_numbers_are_those_of_the_parts_and_their_short_examples(build, tmp_path, held_out):
+def test_indices_of_a_mixture_cover_its_parts_and_their_short_examples(build, tmp_path, held_out):
     dataset, expected = build("mixture", seq_len=13), []
     for name in ("text.txt", "other.txt"):
         part = build("text", path=str(tmp_path / name), batch_size=1, seq_len=13)

@@ -73,7 +73,7 @@ def test_prompts_are_read_and_not_predicted(build_packed):
         assert targets == [NO_TOKEN, NO_TOKEN, *tokens[3:], 0]
 
 
-def test_a_packed_run_goes_on_at_any_position_with_rows_divided_otherwise(build_packed):
+def test_a_packed_run_resumes_at_any_position_with_other_rows_per_process(build_packed):
     through = take(build_packed().batches(), 30)
     for start, parts in ((7, (range(8),)), (29, (range(3), range(3, 8)))):
         divided = [take(build_packed().batches(start, rows), 30 - start) for rows in parts]

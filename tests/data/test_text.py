@@ -57,7 +57,7 @@ def test_text_is_every_visible_utf8_file_in_the_order_of_paths(build, library, m
     assert seen == ["fünf\n\0second\n\0last\n\0".encode()]
 
 
-def test_text_leaves_its_own_cache_out(build, library, monkeypatch):
+def test_text_excludes_the_token_cache(build, library, monkeypatch):
     seen = []
     monkeypatch.setattr(
         text_files, "from_tokens", lambda tokens, **_: seen.append(tokens.tobytes())
@@ -68,7 +68,7 @@ def test_text_leaves_its_own_cache_out(build, library, monkeypatch):
     assert len(list((library / "cache").glob("*.tokens"))) == 1
 
 
-def test_windows_of_one_file_are_its_bytes(build, tmp_path):
+def test_windows_of_a_file_hold_its_bytes(build, tmp_path):
     path = tmp_path / "one.txt"
     path.write_bytes(bytes(1 + i % 100 for i in range(161)))
     dataset = build("text", path=str(path), seq_len=16, batch_size=1, eval_fraction=0)
@@ -78,7 +78,7 @@ def test_windows_of_one_file_are_its_bytes(build, tmp_path):
     assert inputs == sorted(tuple(path.read_bytes()[16 * i : 16 * i + 16]) for i in range(10))
 
 
-def test_stdlib_is_sources_without_tests_and_what_the_build_wrote():
+def test_stdlib_is_sources_without_tests_and_generated_files():
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [file.relative_to(root) for file in files_below(root, text_files._is_library)]
     parts = {part for file in files for part in file.parts}
@@ -116,7 +116,7 @@ def test_a_sound_cache_is_not_written_again(tmp_path, library):
 
 
 @pytest.mark.parametrize("change", ["size", "mtime", "files", "salt"])
-def test_a_changed_corpus_never_meets_a_stale_cache(tmp_path, library, change):
+def test_a_changed_corpus_gets_a_new_cache(tmp_path, library, change):
     file = library / "b.py"
     os.utime(file, ns=(1, 1))
     tokens_of(file, cache_dir=tmp_path / "cache")
@@ -159,7 +159,7 @@ def test_why_no_text(tmp_path, content, expected):
     assert why_no_text(tmp_path / "f") == expected
 
 
-def test_text_follows_characters_across_chunks_and_sees_one_cut_short(tmp_path):
+def test_characters_across_chunks_are_decoded_and_a_truncated_one_is_found(tmp_path):
     (tmp_path / "f").write_bytes(b"a" * (CHUNK_BYTES - 1) + "ü".encode())
     assert why_no_text(tmp_path / "f") is None
     (tmp_path / "f").write_bytes(b"a" * (CHUNK_BYTES - 1) + "ü".encode()[:1])
@@ -175,7 +175,7 @@ def test_a_cache_that_cannot_be_written_is_an_error_with_its_path(build, tmp_pat
         build("text", cache_dir=str(tmp_path / "file"))
 
 
-def test_a_full_disk_leaves_nothing_behind(tmp_path, library, monkeypatch):
+def test_a_full_disk_leaves_no_partial_file(tmp_path, library, monkeypatch):
     def full(self, target):
         raise OSError(28, "No space left on device")
 

@@ -67,7 +67,7 @@ def test_held_out_windows_are_the_tail_and_share_no_token_with_training(
 
 @pytest.mark.parametrize("fraction", [0, 0.2])
 @pytest.mark.parametrize("num_tokens", [2, 16, 18, 993, 994, 1000])
-def test_all_windows_and_the_short_one_after_them_have_each_target_once(
+def test_windows_and_the_final_short_one_have_each_target_once(
     build, tmp_path, num_tokens, fraction
 ):
     how = write(tmp_path / "x.npy", np.arange(num_tokens)) | {"eval_fraction": fraction}
@@ -84,7 +84,7 @@ def test_all_windows_and_the_short_one_after_them_have_each_target_once(
     assert [*held_out] == [*range(dataset.num_examples, len(targets))] * bool(fraction)
 
 
-def test_vocab_size_is_the_largest_id_plus_one_or_what_is_given(build, tmp_path):
+def test_vocab_size_defaults_to_the_largest_id_plus_one(build, tmp_path):
     written = write(tmp_path / "x.npy", IDS)
     assert build("tokens", **written).vocab_size == 2000
     assert build("tokens", **written, vocab_size=2048).vocab_size == 2048

@@ -70,7 +70,7 @@ def test_a_file_of_tokenizer_json_and_its_directory_are_the_same(directory):
     )
 
 
-def test_what_a_post_processor_puts_before_a_text_starts_documents(directory, tmp_path):
+def test_tokens_that_a_post_processor_prepends_start_documents(directory, tmp_path):
     made = json.loads((directory / "tokenizer.json").read_text())
     made["post_processor"] = {
         "type": "TemplateProcessing",
@@ -92,7 +92,7 @@ def test_what_a_post_processor_puts_before_a_text_starts_documents(directory, tm
     [CHATML, TRIMMED_CHATML, CHATML.replace("{% generation %}", "{%generation+%}"), PLAIN_CHATML],
     ids=["marked", "trimmed", "without spaces", "by prefixes"],
 )
-def test_the_assistants_tokens_are_those_of_its_words(directory, template):
+def test_the_assistants_words_are_the_learned_tokens(directory, template):
     tokenizer = load_tokenizer(str(directory), None)
     chat = render(ChatTemplate(template), CHAT)
     ids, is_learned = tokenizer.encode_chat(chat.text, chat.answers)
@@ -134,7 +134,7 @@ TURNS = "{% for m in messages %}{{ m.role + ': ' + m.content + END + '\n' }}{% e
         (None, None),
     ],
 )
-def test_what_ends_a_turn_is_the_special_token_behind_an_answer(directory, template, expected):
+def test_a_turn_ends_with_the_special_token_after_an_answer(directory, template, expected):
     tokens = (("eos_token", "<|endoftext|>"),)
     found = turn_end(
         replace(
@@ -168,7 +168,7 @@ def test_a_template_that_fails_or_reaches_out_is_refused(template, message):
         ([{"content": "x"}], 'write {"role": ..., "content"'),
     ],
 )
-def test_what_are_no_messages_is_refused(messages, message):
+def test_invalid_messages_are_refused(messages, message):
     with pytest.raises(DataError, match=message):
         render(ChatTemplate(CHATML), messages)
 
@@ -211,7 +211,7 @@ def test_a_chat_template_is_found_where_tokenizers_have_it(directory, tmp_path, 
         ("good", "</s>", r"</s> is not one of its tokens\. Use data.end_token=TOKEN"),
     ],
 )
-def test_what_is_no_tokenizer_is_refused_with_the_remedy(
+def test_an_invalid_tokenizer_is_refused_with_the_remedy(
     directory, tmp_path, write, end_token, message
 ):
     if write is not None:

@@ -230,7 +230,7 @@ def test_a_loss_of_integers_before_the_first_layer_is_refused():
         ),
     ],
 )
-def test_a_wrong_loss_is_one_line(attach, message):
+def test_a_wrong_attached_loss_is_refused_in_one_line(attach, message):
     stack = attaching_stack(lambda x, loss, name: x)
     with pytest.raises(ppctl.PpctlError, match=message) as error:
         one_step(replace(stack, layer=lambda w, x: attach(x)))

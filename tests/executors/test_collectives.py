@@ -57,7 +57,7 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 """
 
 
-def test_loops_multiply_branches_are_at_most_and_a_loop_of_unknown_turns_is_said_to_be():
+def test_loops_multiply_counts_branches_bound_them_and_loops_of_unknown_length_have_none():
     found = collectives(TEXT, {"x": 2})
     assert {
         (each.kind, each.times, each.is_at_most): (each.instructions, each.bytes) for each in found
@@ -72,7 +72,7 @@ def test_loops_multiply_branches_are_at_most_and_a_loop_of_unknown_turns_is_said
 
 
 @pytest.mark.parametrize("turns", [1, 7])
-def test_they_are_those_of_a_program_that_this_compiler_makes(turns):
+def test_collectives_of_a_compiled_program_are_counted(turns):
     mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
     ring = [(i, (i + 1) % 4) for i in range(4)]
 
@@ -93,7 +93,7 @@ def test_they_are_those_of_a_program_that_this_compiler_makes(turns):
     }
 
 
-def test_each_says_along_which_axes_devices_communicate():
+def test_each_collective_names_the_axes_of_its_devices():
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("x", "y", "z"))
 
     @partial(
@@ -138,11 +138,11 @@ def test_groups_are_read_as_they_are_written(groups):
     )
 
 
-def test_a_program_without_any_has_none():
+def test_a_program_without_collectives_has_an_empty_list():
     assert collectives(jax.jit(jnp.sin).lower(1.0).compile().as_text(), {"x": 1}) == []
 
 
-def test_what_is_not_known_is_not_added_up():
+def test_bytes_of_an_unknown_number_of_turns_are_unknown():
     unknown = Collective("all-reduce", ("x",), 1, None, is_at_most=False, bytes=8, overlapped=0)
     assert unknown.all_bytes is None
 
@@ -174,7 +174,7 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 """
 
 
-def test_what_travels_beside_a_product_is_counted():
+def test_collectives_that_overlap_products_are_counted():
     found = {each.kind: each for each in collectives(BESIDE, {"x": 2})}
     counts = {kind: (each.instructions, each.overlapped) for kind, each in found.items()}
     assert counts == {"all-gather": (3, 2), "reduce-scatter": (1, 1)}

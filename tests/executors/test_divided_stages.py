@@ -130,13 +130,13 @@ SELECTED = [full(case) if name in SLOW else case for name, case in CASES.items()
 
 
 @pytest.mark.parametrize(("mesh", "how"), SELECTED, ids=CASES)
-def test_loss_and_gradients_are_the_references(mesh, how):
+def test_loss_and_gradients_of_divided_stages_equal_the_reference(mesh, how):
     assert difference(mesh, **how) <= TOLERANCE
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("mesh", "how"), BY_LAYER.values(), ids=BY_LAYER)
-def test_they_are_where_layers_are_gathered_one_by_one(mesh, how):
+def test_divided_stages_equal_the_reference_with_layers_gathered_one_by_one(mesh, how):
     assert difference(mesh, gather="layer", **how) <= TOLERANCE
 
 
@@ -246,7 +246,7 @@ def test_what_cannot_be_divided_is_refused(mesh, how, message):
 
 @pytest.mark.full
 @pytest.mark.parametrize("executor", ["spmd", "mpmd"])
-def test_ten_steps_in_float32_lose_what_the_reference_loses(executor):
+def test_losses_of_ten_steps_in_float32_equal_the_references(executor):
     stack, batch = ppctl.transformer(**SMALL, vocab_size=33), make_batch(17, 33)
 
     def losses(**how):

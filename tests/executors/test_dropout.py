@@ -107,7 +107,7 @@ def test_equals_the_model_without_a_pipeline_everywhere(model, mesh, how):
     assert error(losses_and_grads(mesh, model, **how), expected(model)) <= TOLERANCE
 
 
-def test_dropout_of_adapters_drops_their_inputs_alone():
+def test_dropout_of_adapters_drops_only_their_inputs():
     batch, rate = batch_of("adapters"), 0.25
     plain, dropping_ = (make_pipe(dropping(r, "adapters"), batch, {}) for r in (0.0, rate))
     # 1. while all B are zero the loss is the model's without adapters, its gradient is not
@@ -135,7 +135,7 @@ def test_dropout_of_adapters_drops_their_inputs_alone():
         ppctl.Lora(dropout=1.0)
 
 
-def test_seed_and_step_enter_and_evaluations_drop_nothing():
+def test_dropout_depends_on_seed_and_step_and_is_off_in_evaluations():
     batch, how = batch_of("mlp"), {"mesh": {"pp": 2}, "schedule": "1f1b"}
     pipe = make_pipe(dropping(model="mlp"), batch, **how)
     other = make_pipe(dropping(model="mlp"), batch, **how, seed=1)
@@ -214,7 +214,7 @@ def test_dropout_drops_the_rate_and_keeps_the_mean():
     assert ppctl.dropout(None, x, 0.25) is x
 
 
-def test_a_token_is_drawn_the_same_whatever_part_of_the_sequence_is_here():
+def test_dropout_of_a_token_does_not_depend_on_the_attached_part_of_its_sequence():
     keys = jax.random.split(jax.random.key(1), 3)
     whole = jax.random.key_data(ppctl.parallel.token_keys(keys, 6))
     assert whole.shape == (3, 6, 2)
@@ -223,7 +223,7 @@ def test_a_token_is_drawn_the_same_whatever_part_of_the_sequence_is_here():
 
 
 @pytest.mark.parametrize("rate", [1.0, -0.1])
-def test_a_rate_that_is_none_is_refused(rate):
+def test_an_impossible_dropout_rate_is_refused(rate):
     with pytest.raises(ppctl.PpctlError, match=r"0 <= rate < 1|must lie in \[0, 1\)"):
         ppctl.dropout(None, jnp.ones(2), rate)
     with pytest.raises(ppctl.PpctlError, match=r"model.dropout=.* must lie in \[0, 1\)"):

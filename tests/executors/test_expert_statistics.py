@@ -90,7 +90,7 @@ def test_even_shares_have_the_losses_of_the_formulas_with_masks_and_padding():
     assert abs(metrics["z_loss"] - LOSSES["z_loss"] * np.log(8) ** 2) < 1e-12
 
 
-def test_a_batch_of_padding_alone_changes_no_parameter():
+def test_a_batch_of_only_padding_changes_no_parameter():
     inputs, targets = np.full((8, 48), PADDING, np.int32), np.full((8, 48), -1, np.int32)
     metrics, params = step({"inputs": inputs, "targets": targets}, packed=True)
     assert metrics["grad_norm"] == metrics["balance_loss"] == metrics["z_loss"] == 0

@@ -117,7 +117,7 @@ def pairwise():
 
 
 @pytest.mark.parametrize(("mesh", "how"), [*FIRST, full(SLOWEST)], ids=CASES)
-def test_a_mixture_trains_as_one_whose_experts_compute_all_tokens(mesh, how):
+def test_a_mixture_trains_like_one_with_all_experts_computing_all_tokens(mesh, how):
     check(mesh, steps_only="executor" not in how, **how)  # spmd compiles gradients by themselves
 
 
@@ -136,7 +136,7 @@ def test_its_losses_do_not_depend_on_microbatches_and_replicas(mesh, num_microba
 
 @pytest.mark.full
 @pytest.mark.parametrize(("mesh", "how"), [*pairwise()])
-def test_it_does_for_every_pair_of_settings(mesh, how):
+def test_a_mixture_equals_the_reference_for_every_pair_of_settings(mesh, how):
     check(mesh, **how)
 
 
@@ -158,7 +158,7 @@ def state_of(pipe, params):
     return pipe.from_natural(pipe.to_natural(pipe.init(seed=0)) | {"params": params})
 
 
-def test_one_expert_is_the_dense_model():
+def test_a_mixture_of_one_expert_equals_the_dense_model():
     stack, batch = ppctl.transformer(**SIZES), make_batch()
     dense = pipe_of(stack, {}, "gpipe", executor="reference")
     moe = {"num_experts": 1, "top_k": 1}
@@ -247,7 +247,7 @@ def skewed_counts(mesh, schedule, bias_update, **how):
         full(("mpmd", {"pp": 2, "tp": 2, "fsdp": 2}, "1f1b")),
     ],
 )
-def test_the_bias_of_choices_evens_the_load_alike_in_every_layout(executor, mesh, schedule):
+def test_the_choice_bias_evens_the_load_equally_in_every_layout(executor, mesh, schedule):
     whole = {"mesh": {}, "schedule": "gpipe", "executor": "reference"}
     counts = skewed_counts(bias_update=RATE, **whole)
     load = counts.max(-1) / counts.mean(-1)
@@ -260,7 +260,7 @@ def test_the_bias_of_choices_evens_the_load_alike_in_every_layout(executor, mesh
 
 @pytest.mark.full
 @pytest.mark.parametrize("executor", ["spmd", "mpmd"])
-def test_dropped_tokens_are_those_beyond_the_rows_of_a_device(executor):
+def test_tokens_beyond_the_rows_of_a_device_are_dropped(executor):
     moe = {"num_experts": 8, "top_k": 2, "capacity": 1.0}
     stack, batch = ppctl.transformer(**SIZES, moe=moe), make_batch()
     mesh, how = ppctl.mesh(pp=2, ep=2), {"executor": executor, "num_microbatches": 1}

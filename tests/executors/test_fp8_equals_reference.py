@@ -47,7 +47,9 @@ def test_the_function_is_the_same_on_every_layout(mesh, how):
         )
     ],
 )
-def test_it_is_with_every_schedule_remat_and_gather(executor, schedule, remat, gather):
+def test_fp8_equals_the_reference_with_every_schedule_remat_and_gather(
+    executor, schedule, remat, gather
+):
     how = {"executor": executor, "schedule": schedule, "remat": remat, "gather": gather}
     how |= {"num_chunks": 2} if schedule == "interleaved" else {}
     model = MODEL | {"num_layers": 4}
@@ -61,7 +63,7 @@ def test_by_microbatch_it_is_the_same_only_for_the_same_microbatches():
     assert difference({"pp": 2}, model, num_microbatches=4, **schedule) > TOLERANCE
 
 
-def test_lora_adapters_train_beside_a_frozen_map_in_8_bits():
+def test_lora_adapters_train_with_a_frozen_map_in_8_bits():
     model = MODEL | {"lora": ppctl.Lora(rank=2)}
     assert difference({"pp": 2, "tp": 2}, model, schedule="zb_h1", executor="mpmd") < TOLERANCE
 
@@ -108,7 +110,7 @@ def test_devices_that_share_a_key_value_head_are_refused():
         ("gpu", "NVIDIA Unheard Of", False),
     ],
 )
-def test_a_run_says_where_products_in_8_bits_are_emulated(platform, kind, is_emulated):
+def test_a_run_prints_that_products_in_8_bits_are_emulated(platform, kind, is_emulated):
     device = SimpleNamespace(platform=platform, device_kind=kind)
     text = linear_text(Transformer(linear_dtype="fp8"), device)
     emulated = f" (emulated: {kind} has no 8-bit products)" if is_emulated else ""

@@ -87,7 +87,9 @@ def loss_and_grads(stack, params, batch):
 @pytest.mark.parametrize(
     ("name", "executor", "schedule", "mesh", "remat", "more"), full_except(CASES, *FEW)
 )
-def test_gradients_are_those_of_the_whole_model(name, executor, schedule, mesh, remat, more):
+def test_gradients_of_trained_parameters_equal_the_whole_models(
+    name, executor, schedule, mesh, remat, more
+):
     stack = STACKS[name]
     params, batch = make_params(stack), make_batch("tied swiglu" if "lora" in name else "mlp", 64)
     loss, grads = loss_and_grads(stack.with_options(trainable=True), params, batch)
@@ -161,7 +163,7 @@ def pipe_of(stack, batch, **how):
 
 
 @pytest.mark.parametrize("executor", ["mpmd", full("spmd")])
-def test_steps_leave_frozen_weights_as_they_are_and_clip_by_the_norm_of_the_rest(executor):
+def test_steps_keep_frozen_weights_and_clip_by_the_norm_of_trained_gradients(executor):
     stack, batch = STACKS["biases"], make_batch("mlp", 16)
     pipe = pipe_of(stack, batch, executor=executor)
     before = jax.tree.map(np.asarray, pipe.to_natural(pipe.init()))
@@ -184,7 +186,7 @@ def test_steps_leave_frozen_weights_as_they_are_and_clip_by_the_norm_of_the_rest
     assert (after["layers"]["bias"] != before["params"]["layers"]["bias"]).any()
 
 
-def test_w_is_the_products_of_adapters_alone():
+def test_w_runs_only_the_products_of_adapters():
     """Of every linear map [in, out] x^T (g B^T) and (x A)^T g: the frozen map's x^T g would be
     in*out of a row.
     """
@@ -263,7 +265,7 @@ def test_the_step_of_adapters_has_no_product_of_the_shape_of_a_frozen_weight():
         ),
     ],
 )
-def test_what_trainable_cannot_be_is_refused(trainable, message):
+def test_impossible_values_of_trainable_are_refused(trainable, message):
     with pytest.raises(ConfigError) as error:
         pipe_of(MLP_STACK.with_options(trainable=trainable), make_batch("mlp", 16))
     assert message in str(error.value)

@@ -86,7 +86,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("how", "words"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_run_as_one_is_refused(how, words):
+def test_requests_without_fusible_tasks_are_refused(how, words):
     stack = Written({"num_experts": 4}).stack()
     with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
         ppctl.pipeline(
@@ -137,7 +137,7 @@ def compiled_for_gpus(dispatch):
 @needs_cuda_plugin
 @pytest.mark.slow
 @pytest.mark.parametrize(("dispatch", "alone"), [("gather", 1), full(("alltoall", 11))])
-def test_what_experts_are_sent_travels_beside_products_of_the_other_task(dispatch, alone):
+def test_sends_to_experts_overlap_products_of_the_other_task(dispatch, alone):
     found = compiled_for_gpus(dispatch)
     print(dispatch, found)
     (sent, hidden), (sent_back, hidden_back) = found["F"], found["B"]

@@ -49,24 +49,24 @@ MORE_MPMD = [
 
 
 @pytest.mark.parametrize("case", SPMD, ids=name_of_spmd)
-def test_one_program_gives_the_gradients_of_the_reference(case):
+def test_spmd_with_gathers_by_layer_has_the_references_gradients(case):
     check_spmd(case)
 
 
 @pytest.mark.parametrize("case", MPMD, ids=name_of_mpmd)
-def test_dispatched_tasks_give_the_gradients_of_the_reference(case):
+def test_mpmd_with_gathers_by_layer_has_the_references_gradients(case):
     check_mpmd(case)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", MORE_SPMD, ids=name_of_spmd)
-def test_every_way_to_run_one_program_does(case):
+def test_spmd_with_gathers_by_layer_has_the_references_gradients_with_all_settings(case):
     check_spmd(case)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", MORE_MPMD, ids=name_of_mpmd)
-def test_every_way_to_dispatch_tasks_does(case):
+def test_mpmd_with_gathers_by_layer_has_the_references_gradients_with_all_settings(case):
     check_mpmd(case)
 
 
@@ -84,7 +84,7 @@ def squared_weights(num_layers):
 
 
 @pytest.mark.parametrize("unroll", [16, pytest.param(0, marks=pytest.mark.full)])
-def test_weight_gradients_gather_the_weights_that_they_read(unroll):
+def test_weight_gradients_gather_the_weights_they_read(unroll):
     stack, rng = squared_weights(6), np.random.default_rng(0)
     params, batch = (
         make_params(stack),
@@ -131,7 +131,7 @@ def request(executor, gather, **changes):
 
 
 @pytest.mark.parametrize("executor", ["spmd", full("mpmd")])
-def test_two_of_eight_layers_are_whole_in_memory_and_the_plan_says_so(executor):
+def test_two_of_eight_layers_are_whole_in_memory_as_planned(executor):
     compiled, planned, held = {}, {}, {}
     for gather in ("step", "layer"):
         job = assemble(request(executor, gather))
@@ -166,7 +166,7 @@ def compiled_for_gpus(**changes):
 
 @needs_cuda_plugin
 @pytest.mark.parametrize("unroll", [16, 0])
-def test_on_gpus_the_next_layer_travels_while_one_is_computed(unroll):
+def test_on_gpus_the_gather_of_the_next_layer_overlaps_the_current_one(unroll):
     bodies = {"tick_forward": 0, "tick_backward": 0}
     for body in compiled_for_gpus(remat="none", unroll=unroll).values():
         order = []  # of the compiler's schedule

@@ -52,7 +52,7 @@ def chunks(request, monkeypatch):
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_sums_with_the_gradients_of_a_head_by_chunks_are_those_of_autodiff(is_tied, chunks):
+def test_gradient_sums_with_a_chunked_head_equal_autodiff(is_tied, chunks):
     with jax.enable_x64(True):
         embed_head, y, targets = arrays(is_tied)
         total = jax.tree.map(jnp.cos, embed_head)
@@ -226,7 +226,7 @@ def backward_of(num_layers, remat):
 
 
 @pytest.mark.parametrize("absent", ["gy", "sums2", "sums1"])
-def test_a_layer_is_recomputed_when_the_layers_behind_it_are_done(absent):
+def test_a_layer_is_recomputed_after_the_backward_of_later_layers(absent):
     """Else XLA for GPUs recomputes all layers of a stage before the backward of the last one."""
     jaxpr, names = backward_of(3, "layer")
     before = depending_only(jaxpr, [name != absent for name in names])
@@ -242,7 +242,7 @@ def test_a_layer_is_recomputed_when_the_layers_behind_it_are_done(absent):
 
 
 @pytest.mark.parametrize("model", ["untied gelu", "tied swiglu"])
-def test_what_finishes_the_gradients_of_a_rank_copies_none_of_them(model):
+def test_finishing_the_gradients_of_a_rank_copies_no_array(model):
     engine, _ = make_engine(MpmdCase("1f1b", (1, 2, 1), model=model, num_layers=4))
     found = [each for each in engine.programs().programs if each.name.startswith("finish")]
     assert found

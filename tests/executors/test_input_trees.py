@@ -119,7 +119,7 @@ def test_a_stack_takes_a_tree(mesh, how):
     assert float(metrics["loss"]) == pytest.approx(float(wanted[0]), rel=1e-12)
 
 
-def test_wrong_trees_are_one_line():
+def test_wrong_input_trees_are_refused_in_one_line():
     batch = make_batch()
     uneven = batch | {"inputs": batch["inputs"] | {"ids": batch["inputs"]["ids"][:4]}}
     with pytest.raises(

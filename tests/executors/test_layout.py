@@ -100,7 +100,7 @@ def initial(num_layers, seed):
     return jax.tree.map(np.asarray, drawn())
 
 
-def test_initial_weights_of_a_layer_depend_on_nothing_but_the_seed_and_its_number():
+def test_initial_weights_of_a_layer_depend_only_on_the_seed_and_its_number():
     few, many, other = initial(3, 3), initial(8, 3), initial(3, 4)
     assert bits(few["embed_head"]) == bits(many["embed_head"])
     assert bits(few["layers"]) == bits(jax.tree.map(lambda a: a[:3], many["layers"]))
@@ -150,7 +150,7 @@ def test_natural_order_is_sharded_over_pp_where_it_divides(size):
         assert leaf.addressable_shards[0].data.size * ways == leaf.size
 
 
-def test_a_mesh_of_more_devices_than_there_are_is_refused_in_one_line():
+def test_a_mesh_larger_than_the_attached_devices_is_refused_in_one_line():
     with pytest.raises(ConfigError) as error:
         make_mesh(MeshSizes(2, 4, 2))
     assert str(error.value) == (

@@ -112,7 +112,7 @@ def test_slices_of_tpus_are_joined_by_pp():
 
 @needs_cuda_plugin
 @pytest.mark.parametrize("order", ["auto", "dp-pp-fsdp"])
-def test_a_program_compiled_for_two_hosts_crosses_them_where_the_order_says(order):
+def test_a_program_for_two_hosts_crosses_hosts_along_the_axis_of_the_order(order):
     request = config.Config(
         model=config.MLP(num_layers=4, d_model=16),
         mesh=config.Mesh(2, 2, 2, order=order),

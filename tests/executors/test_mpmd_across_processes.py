@@ -151,7 +151,7 @@ def by_reference(model, num_layers, batch_size, clip_norm):
 @pytest.mark.parametrize(
     ("launch", "name"), [pytest.param(launch, name, id=name) for launch, name in NAMES]
 )
-def test_several_processes_train_the_model_of_one(launched, launch, name):
+def test_several_processes_train_the_same_model_as_one(launched, launch, name):
     settings, how = LAUNCHES[launch][name]
     case = MpmdCase(**MLP | settings)
     out, failure = launched(*launch)

@@ -58,9 +58,7 @@ def test_every_rank_gets_its_tasks_in_program_order_and_the_host_dispatches_read
 
 
 @pytest.mark.parametrize("schedule", FAMILIES)
-def test_a_receiver_begins_nothing_after_a_move_that_it_could_have_begun_before_the_value_was_there(
-    schedule,
-):
+def test_a_receiver_starts_ready_tasks_before_it_waits_for_a_move(schedule):
     case = case_of(schedule)
     _, ops = ops_of(case)
     times = simulate(case.program(), task_costs(case.remat))
@@ -83,7 +81,7 @@ def test_with_remat_full_the_last_forward_is_left_to_its_backward():
 
 
 @pytest.mark.parametrize("schedule", ["zb_h1", "interleaved", "zb_v"])
-def test_nothing_lives_after_its_last_use(schedule):
+def test_buffers_are_freed_after_their_last_use(schedule):
     engine, ops = ops_of(case_of(schedule))
     kept = engine.plan("step")[1]
     freed = last_uses(ops, {*kept, *engine.given_shapes})
@@ -96,7 +94,7 @@ def test_nothing_lives_after_its_last_use(schedule):
 @pytest.mark.parametrize(
     "schedule", ["1f1b", full("zb_h1"), full("gpipe"), full("interleaved"), full("zb_v")]
 )
-def test_live_buffers_peak_where_the_simulator_says(schedule):
+def test_the_peak_of_live_buffers_is_the_simulated_one(schedule):
     case = case_of(schedule)
     engine, batch = make_engine(case)
     walk = engine.walk("step")
@@ -131,7 +129,7 @@ def test_live_buffers_peak_where_the_simulator_says(schedule):
     assert peak == [count * schedule.num_chunks for count in peak_activations(schedule)]
 
 
-def test_tasks_communicate_nothing_and_gradients_are_reduced_once_as_soon_as_they_are_complete():
+def test_tasks_have_no_collectives_and_complete_gradients_are_reduced_once():
     engine, _ = make_engine(case_of("zb_h1", mesh=(2, 2, 2), num_layers=3))
     engine.compile(evaluate=True)
     found = defaultdict(set)
@@ -150,7 +148,7 @@ def test_tasks_communicate_nothing_and_gradients_are_reduced_once_as_soon_as_the
         assert not any(("acc", stage) in op.writes for op in of_rank[reduced:])
 
 
-def test_stages_alike_share_a_program_and_a_second_step_compiles_nothing():
+def test_equal_stages_share_a_program_and_a_second_step_compiles_nothing():
     engine, batch = make_engine(case_of("1f1b", num_layers=8))
     engine.compile(evaluate=False)
     lowered = [program.kind for program in engine.runtime.lowered]

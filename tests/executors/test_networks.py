@@ -113,7 +113,7 @@ SPMD_QUICK = (
 
 
 @pytest.mark.parametrize(("name", "auto", "changes"), [*SPMD_QUICK, *map(full, SPMD[1:])], ids=str)
-def test_one_program_of_all_ranks_is_the_function(name, auto, changes):
+def test_spmd_computes_the_networks_function(name, auto, changes):
     stack, params, batch, _ = made(name, auto)
     case = Case(
         **{"num_layers": stack.num_layers, "batch_size": ROWS, "num_microbatches": 4, **changes}
@@ -139,7 +139,7 @@ MPMD = [
     full_except(MPMD, ("widths", True, {"mesh": (1, 2, 1), "schedule": "zb_v", "remat": "none"})),
     ids=str,
 )
-def test_programs_of_each_stage_are_the_function(name, auto, changes):
+def test_mpmd_computes_the_networks_function(name, auto, changes):
     stack, params, batch, _ = made(name, auto)
     case = MpmdCase(
         **{"num_layers": stack.num_layers, "batch_size": ROWS, "num_microbatches": 4, **changes}
@@ -204,7 +204,7 @@ def test_a_network_is_gathered_layer_by_layer(executor, schedule, remat, unroll)
     check("widths", False, engine.loss_and_grads(engine.new_state(), engine.batches.put(batch)))
 
 
-def test_each_layer_counts_what_it_costs():
+def test_costs_of_layers_are_proportional_to_their_flops():
     stack, _, batch, _ = made("widths")
     flops = [
         6 * 24 + 24 * 8,
@@ -218,7 +218,7 @@ def test_each_layer_counts_what_it_costs():
     assert [len(layers) for layers in found.balanced((0, 1))] == [1, 3]
 
 
-def test_it_is_known_what_stands_in_each_layer():
+def test_the_operations_and_parameters_of_each_layer_are_listed():
     embedding, first, *_, last, head = made("images")[0].options.network.contents
     assert [(embedding.name, dict(embedding.params)), head.name] == [("embedding", {}), "head"]
     assert (first.name, last.name) == ("0", "2")
@@ -311,7 +311,7 @@ UNCUTTABLE = {
 
 
 @pytest.mark.parametrize("case", UNCUTTABLE)
-def test_what_cannot_be_cut_is_refused(case):
+def test_a_network_that_cannot_be_cut_is_refused(case):
     apply, changes, said = UNCUTTABLE[case]
     asked = {"num_layers": 2, "auto": False, "dtype": jnp.float64, **changes}
     inputs = jax.ShapeDtypeStruct((8, 4), jnp.float64)
@@ -326,7 +326,7 @@ def test_what_cannot_be_cut_is_refused(case):
         )
 
 
-def test_a_narrow_compute_dtype_keeps_what_is_computed_in_a_wider_one():
+def test_a_narrow_compute_dtype_keeps_wider_computations():
     def apply(p, x):
         x = stage_boundary((x @ p["w0"]).astype(jnp.float32) + 1e-4)
         return x.astype(jnp.bfloat16) @ p["w1"]

@@ -29,13 +29,13 @@ def found(tmp_path_factory):
     return json.loads(done.stdout)
 
 
-def test_a_model_divided_over_it_trains_as_the_whole_one(found):
+def test_a_model_divided_over_a_new_axis_trains_like_the_whole_one(found):
     training = found["training"]
     assert training["shard"] == [1, 1, 2, 8, 12 // 4]  # columns over xp and tp together
     assert max(training["spmd"], training["mpmd"]) < 1e-12
 
 
-def test_over_it_a_model_that_is_not_divided_trains_as_over_dp(found):
+def test_a_whole_model_trains_over_a_new_axis_as_over_dp(found):
     assert found["training"]["not divided"] < 1e-12
 
 

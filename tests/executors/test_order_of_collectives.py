@@ -93,11 +93,11 @@ def test_data_orders_the_collectives_of_a_step(mesh, model, how):
     ],
     ids=["tp", "vocabulary", "mpmd", "cp", "gather", "experts", "fp8"],
 )
-def test_it_does_for_every_schedule_and_remat(mesh, model, how, schedule, remat):
+def test_collectives_are_ordered_for_every_schedule_and_remat(mesh, model, how, schedule, remat):
     check(mesh, model, how | {"schedule": schedule, "remat": remat})
 
 
-def test_a_branch_that_nothing_waits_for_is_found():
+def test_an_unordered_branch_is_found():
     mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def step(x, active):

@@ -53,7 +53,7 @@ def mean_loss(stack, params, batch):
 
 
 @pytest.mark.parametrize("model", full_except([*MODELS], "mlp", "tied swiglu"))
-def test_loss_and_gradients_are_those_of_the_plain_mean_over_the_batch(model):
+def test_loss_and_gradients_equal_the_plain_mean_over_the_batch(model):
     stack, params, batch = setup(model)
     loss, grads = jax.jit(
         jax.value_and_grad(lambda params: mean_loss(stack, params, batch)),
@@ -87,9 +87,7 @@ def test_gradients_are_the_slopes_of_the_loss(model):
 @pytest.mark.parametrize(
     ("model", "num_microbatches"), [("mlp", 2), full(("mlp", 8)), full(("untied gelu", 4))]
 )
-def test_gradients_accumulated_over_microbatches_equal_those_of_the_whole_batch(
-    model, num_microbatches
-):
+def test_gradients_accumulated_over_microbatches_equal_the_whole_batchs(model, num_microbatches):
     stack, params, batch = setup(model)
     loss, grads = run_plain(model)
     found_loss, found_grads = step_of(stack, num_microbatches=num_microbatches)(params, batch)

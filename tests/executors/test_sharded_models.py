@@ -84,7 +84,7 @@ EVERY += [
 
 
 @pytest.mark.parametrize(("model", "mesh", "how"), full_except(QUICK, "stack mpmd", "by hand spmd"))
-def test_loss_and_gradients_are_the_references(model, mesh, how):
+def test_loss_and_gradients_of_divided_stages_equal_the_reference(model, mesh, how):
     assert difference(MODELS[model](), mesh, **how) <= TOLERANCE
 
 
@@ -95,7 +95,7 @@ def test_loss_and_gradients_are_the_references_everywhere(model, mesh, how):
 
 
 @pytest.mark.full
-def test_a_forward_and_a_backward_as_one_program_are_divided_too():
+def test_fused_tasks_are_divided_by_xla():
     how = {"schedule": "interleaved", "num_chunks": 2, "num_microbatches": 8, "fuse": "fb"}
     assert difference(stack(), {"tp": 2, "pp": 2}, **MPMD, **how) <= TOLERANCE
 
@@ -110,7 +110,7 @@ def test_an_update_before_the_norm_is_known_changes_no_gradient():
     ("model", "executor"), [("by hand", "spmd"), ("by hand", "mpmd"), ("stack", "mpmd")]
 )
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_it_does_not_matter_what_devices_hold_between_layers(model, sequence_parallel, executor):
+def test_gradients_do_not_depend_on_the_sharding_between_layers(model, sequence_parallel, executor):
     how = {"sequence_parallel": sequence_parallel, "executor": executor}
     assert difference(MODELS[model](), {"tp": 2, "pp": 2}, **how) <= TOLERANCE
 
@@ -153,7 +153,7 @@ def test_a_layer_may_cut_a_divided_dim():
     assert difference(stack(layer=cut), {"tp": 2, "pp": 2}, **MPMD) <= TOLERANCE
 
 
-def test_one_program_of_all_ranks_is_not_divided_by_xla():
+def test_xla_does_not_divide_stages_of_spmd():
     with pytest.raises(
         ConfigError,
         match=r"^tp=2 divides a model by its PartitionSpecs .* Use executor=mpmd, or divide",
@@ -207,7 +207,7 @@ def test_what_cannot_be_divided_is_refused(model, mesh, message):
         make_pipe(model(), mesh, **MPMD)
 
 
-def test_layers_that_xla_divides_are_not_gathered_one_by_one():
+def test_layers_divided_by_xla_are_refused_with_gathers_by_layer():
     with pytest.raises(ConfigError, match=r"gather=layer with fsdp=2 and tp=2 .* Use gather=step"):
         make_pipe(stack(), {"tp": 2, "fsdp": 2}, gather="layer", **MPMD)
 
@@ -225,7 +225,7 @@ def losses(model, mesh, **how):
 @pytest.mark.parametrize(
     ("model", "executor"), [(by_hand, "spmd"), (by_hand, "mpmd"), (stack, "mpmd")]
 )
-def test_ten_steps_in_float32_lose_what_one_device_loses(model, executor):
+def test_losses_of_ten_steps_in_float32_equal_one_devices(model, executor):
     model = model(dtype=jnp.float32)
     divided = losses(model, ALL_AXES, executor=executor)
     np.testing.assert_allclose(divided, losses(model, {}, executor="reference"), rtol=1e-6)
@@ -233,7 +233,7 @@ def test_ten_steps_in_float32_lose_what_one_device_loses(model, executor):
 
 
 @pytest.mark.full
-def test_a_state_of_tp_goes_on_without_it():
+def test_a_state_trained_with_tp_resumes_without_tp():
     model, batch = stack(), rows()
     meshes = {"tp": 2, "pp": 2}, {"pp": 4}
     two, one = (make_pipe(model, mesh, optimizer=optax.adamw(1e-2), **MPMD) for mesh in meshes)

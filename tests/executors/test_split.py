@@ -218,14 +218,14 @@ def split_of(name):
 
 
 @pytest.mark.parametrize("model", [model for model in MODELS if model != "mlp"])
-def test_a_backward_that_recomputes_nothing_runs_no_matrix_product_of_the_forward(model):
+def test_a_backward_without_recomputation_runs_no_matrix_product_of_the_forward(model):
     layer, w, shape = of_model(model)
     x = jax.ShapeDtypeStruct(shape, jnp.float64)
     programs = Stage(layer, Remat.NONE, w, x).layers[0]
     assert matmul_flops(programs.pull, w, programs.saved, x) == 2 * matmul_flops(layer, w, x)
 
 
-def test_what_waits_for_the_backward_is_what_a_microbatch_changes_and_each_once():
+def test_residuals_depend_on_the_microbatch_and_each_is_kept_once():
     layer, w, shape = of_model("untied gelu")
     x = jnp.asarray(np.random.default_rng(0).standard_normal(shape))
     B, T, D = shape
@@ -244,7 +244,7 @@ def test_what_waits_for_the_backward_is_what_a_microbatch_changes_and_each_once(
 @pytest.mark.parametrize(
     ("dtype", "rounds"), [("float32", False), ("float64", False), ("bfloat16", True)]
 )
-def test_residuals_are_rounded_where_a_compiler_would_keep_more_of_them(dtype, rounds):
+def test_residuals_are_rounded_where_a_compiler_would_keep_more_bits(dtype, rounds):
     w, x = (
         {"a": jnp.ones((WIDTH, WIDTH), dtype), "b": jnp.ones((WIDTH, WIDTH), dtype)},
         jnp.ones((8, WIDTH), dtype),
@@ -260,7 +260,7 @@ def test_no_matrix_product_runs_twice(name):
     assert first + matmul_flops(split.weight_grad, w, split.pending) == whole
 
 
-def test_what_no_microbatch_changes_is_not_handed_over():
+def test_values_equal_for_all_microbatches_are_not_pending():
     _, split, (_, _, x) = split_of("constants")
     assert {shape.shape for shape in split.pending} == {
         x.shape

@@ -89,7 +89,7 @@ FORWARD_ONLY = [
 
 
 @pytest.mark.parametrize("case", FORWARD_ONLY, ids=name_of)
-def test_forwards_alone_give_the_loss_of_the_reference(case):
+def test_an_evaluation_has_the_references_loss(case):
     params, batch, loss, _ = run_reference(case.model, case.num_layers, case.batch_size)
     step = jax.jit(staged_step(case, with_grads=False), compiler_options=COMPILE_FAST)
     found, number = step(case.layout().to_staged(params), batch)
@@ -97,7 +97,7 @@ def test_forwards_alone_give_the_loss_of_the_reference(case):
     assert abs(found - loss) <= TOLERANCE * abs(loss)
 
 
-def test_the_reference_alone_gives_the_loss_without_gradients():
+def test_the_reference_evaluates_without_gradients():
     params, batch, loss, _ = run_reference("mlp", 8, 64)
     stack = make_stack("mlp", 8)
     step = reference(

@@ -14,7 +14,7 @@ from support.normalizing import WIDTH, normalizing_inputs, normalizing_stack
 from ppctl.executors.reference import reference
 
 
-def test_the_layer_gives_nan_for_what_an_empty_slot_or_padding_holds():
+def test_the_normalizing_layer_gives_nan_for_empty_slots_and_padding():
     layer, rng = normalizing_stack(1).layer, np.random.default_rng(0)
     kernel, zero = rng.standard_normal((WIDTH, WIDTH)), np.zeros((2, WIDTH))
     assert jnp.isnan(layer({"kernel": kernel}, zero)).all()

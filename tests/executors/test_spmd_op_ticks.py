@@ -58,7 +58,7 @@ MORE = [  # of `make test-full`; `make exhaustive` has the whole product
 ]
 
 
-def test_each_family_that_does_not_run_in_pairs_is_here():
+def test_every_family_of_the_ring_runs_in_pairs_or_single_ops():
     assert set(SINGLE_OP) | set(LOOPED_WHOLE) == set(ON_RING)
     assert all(case(name, (1, 4, 1)).program().num_chunks == V for name, V in SINGLE_OP.items())
 
@@ -82,7 +82,7 @@ def test_loss_and_gradients_equal_the_reference(one):
 
 
 @pytest.mark.parametrize(("name", "remat"), [("zb_v", "none"), ("zb_h1", "full")])
-def test_forwards_alone_give_the_loss_of_the_reference(name, remat):
+def test_an_evaluation_has_the_references_loss(name, remat):
     one = case(name, (2, 2, 2), num_layers=7, remat=remat)
     params, batch, loss, _ = run_reference(one.model, one.num_layers, one.batch_size)
     step = jax.jit(staged_step(one, with_grads=False), compiler_options=COMPILE_FAST)
@@ -119,7 +119,7 @@ def test_nan_of_empty_slots_and_padding_goes_nowhere(name, remat):
     ("name", "mesh", "num_hops"),
     [("zb_h1", (2, 2, 2), 1), ("zb_v", (2, 4, 1), 2), full(("zb_v", (8, 1, 1), 0))],
 )
-def test_a_tick_moves_its_one_output_and_nothing_else(name, mesh, num_hops):
+def test_a_tick_moves_only_its_output(name, mesh, num_hops):
     whole, loops = collectives(case(name, mesh))
     assert whole.get("collective-permute", 0) == num_hops
     assert not any(loop.keys() - {"collective-permute"} for loop in loops)

@@ -24,9 +24,7 @@ programs = pytest.mark.parametrize(("schedule", "num_chunks"), PROGRAMS)
 @pytest.mark.parametrize(
     ("schedule", "num_chunks", "mesh"), [("interleaved", 2, (2, 2, 2)), ("1f1b", 1, (2, 4, 1))]
 )
-def test_a_tick_moves_one_activation_and_one_gradient_and_nothing_else(
-    schedule, num_chunks, mesh, remat
-):
+def test_a_tick_moves_only_one_activation_and_one_gradient(schedule, num_chunks, mesh, remat):
     case = Case(schedule, mesh, num_chunks=num_chunks, model="mlp", remat=remat)
     whole, loops = collectives(case)
     assert loops == [{"collective-permute": 2}]
@@ -37,7 +35,7 @@ def test_a_tick_moves_one_activation_and_one_gradient_and_nothing_else(
 
 
 @pytest.mark.parametrize("unroll", [0, 16])
-def test_gradients_are_scattered_layer_by_layer_before_they_are_stacked(unroll):
+def test_gradients_are_scattered_by_layer_before_stacking(unroll):
     case = Case("interleaved", (2, 2, 2), num_chunks=2, model="mlp", unroll=unroll)
     step = jax.make_jaxpr(staged_step(case))(*shapes_of(case))
     scattered = [
@@ -104,7 +102,7 @@ def test_the_only_rank_of_a_pipeline_has_the_gradients_of_the_reference(remat, l
 
 
 @pytest.mark.parametrize("schedule", ["zb_h1", full("1f1b")])
-def test_ranks_alone_send_nothing_and_the_last_one_has_the_losses(schedule):
+def test_ranks_without_replicas_send_no_sums_and_the_last_has_the_losses(schedule):
     case = Case(schedule, (1, 4, 1), model="mlp", remat="none")
     numbers = []
     for rank in (0, 1, 3):

@@ -90,7 +90,7 @@ def every_case():
     [full(case) if name in SLOW else case for name, case in CASES.items()],
     ids=CASES,
 )
-def test_loss_and_gradients_are_the_references(mesh, how):
+def test_loss_and_gradients_of_divided_stages_equal_the_reference(mesh, how):
     assert difference(mesh, **PARTS, **how) <= TOLERANCE
 
 
@@ -107,7 +107,7 @@ def parallel_pipe(**changes):
     return make_pipe(stack, batch, {"pp": 4}, **how), batch
 
 
-def test_ranks_with_programs_of_their_own_are_given_their_parts():
+def test_ranks_of_mpmd_get_their_parts_of_the_vocabulary():
     batch = make_batch(16, 257)
     pipe = make_pipe(
         make(257), batch, {"pp": 4}, schedule="zb_h1", executor="mpmd", vocab="parallel"
@@ -149,7 +149,7 @@ def test_no_rank_ever_has_more_than_its_part():
 @pytest.mark.parametrize(
     ("executor", "schedule"), [*itertools.product(("mpmd", "spmd"), ("1f1b", "zb_h1"))]
 )
-def test_evaluation_and_training_are_those_of_whole_embed_head(executor, schedule):
+def test_evaluation_and_training_equal_those_with_a_whole_embed_head(executor, schedule):
     batch, found = make_batch(16, 257), []
     divided = {"executor": executor, "schedule": schedule, "vocab": "parallel"}
     for mesh, how in (({}, {"executor": "reference"}), ({"pp": 2}, divided)):
@@ -173,7 +173,7 @@ def test_evaluation_and_training_are_those_of_whole_embed_head(executor, schedul
         np.testing.assert_allclose(a, b, atol=1e-9)
 
 
-def test_what_has_no_vocabulary_is_refused_and_who_has_it_whole():
+def test_models_and_schedules_without_a_vocabulary_to_divide_are_refused():
     batch = make_batch(16, 257)
     with pytest.raises(ConfigError, match=r"^vocab=some is not one of whole, parallel"):
         make_pipe(make(257), batch, {"pp": 2}, vocab="some")
@@ -202,7 +202,7 @@ def test_what_has_no_vocabulary_is_refused_and_who_has_it_whole():
 
 
 @pytest.mark.full
-def test_a_schedule_of_ones_own_says_it_itself_and_packed_documents_keep_their_starts():
+def test_a_custom_schedule_divides_the_vocabulary_and_packed_documents_keep_their_starts():
     tokens = np.array(make_batch(16, 257)["inputs"])
     tokens[:, [0, 5, 9]] = ~tokens[:, [0, 5, 9]]
     batch = {"inputs": tokens, "targets": np.asarray(split_starts(jnp.asarray(tokens))[0])}

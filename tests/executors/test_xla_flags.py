@@ -40,7 +40,7 @@ def test_nvidia_gpus_get_all_that_this_xla_knows(monkeypatch):
 
 
 @pytest.mark.parametrize(("request_", "has_loops"), [("traced", True), ("auto", False)])
-def test_tasks_show_in_traces_without_cuda_graphs_and_single_tasks_need_none(request_, has_loops):
+def test_traced_programs_with_loops_have_no_cuda_graphs(request_, has_loops):
     assert dict(flags_for(request_, H100, has_loops=has_loops))[GRAPHS] == ""
 
 
@@ -53,7 +53,7 @@ def test_a_run_that_is_profiled_has_no_cuda_graphs(profile, graphs, monkeypatch)
     assert dict(asked[-1])[GRAPHS] == graphs
 
 
-def test_what_the_environment_sets_is_left_alone(monkeypatch):
+def test_flags_of_the_environment_are_kept(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=true")
     assert "xla_gpu_enable_triton_gemm" not in dict(flags_for("auto", H100))
     # a longer option that begins alike is another one
@@ -72,11 +72,11 @@ def test_options_are_added_once_and_never_over_the_users(monkeypatch):
 
 
 @pytest.mark.parametrize(("platform", "kind"), OTHERS)
-def test_other_devices_get_none(platform, kind):
+def test_other_devices_get_no_flags(platform, kind):
     assert flags_for("auto", SimpleNamespace(platform=platform, device_kind=kind)) == ()
 
 
-def test_none_is_none_and_options_are_printed_as_xla_flags_has_them():
+def test_xla_flags_none_is_empty_and_options_are_printed_as_in_xla_flags():
     assert flags_for("none", H100) == ()
     text = text_of((("xla_gpu_enable_triton_gemm", True), ("xla_gpu_autotune_level", "2")))
     assert text == "xla_gpu_enable_triton_gemm=true xla_gpu_autotune_level=2"
@@ -106,7 +106,7 @@ def compiled_for_gpus(schedule="1f1b", ranks=8, flags="auto"):
 
 @needs_cuda_plugin
 @pytest.mark.parametrize("flags", ["none", "auto"])
-def test_what_ranks_hand_on_travels_while_the_backward_computes(flags):
+def test_sends_between_ranks_overlap_the_backward(flags):
     order = []  # of the compiler's schedule
     for line in compiled_for_gpus(flags=flags).splitlines():
         op = re.search(r" = .* ([a-z-]+)\(", line)
@@ -142,7 +142,7 @@ def test_no_tick_copies_sums_of_gradients(schedule):
 
 
 @needs_cuda_plugin
-def test_what_weight_gradients_gather_over_tp_travels_beside_products():
+def test_gathers_of_weight_gradients_over_tp_overlap_products():
     """In a backward of two layers: gathers of what weight gradients read start before a product and
     end behind it.
     """
@@ -181,9 +181,7 @@ def test_what_weight_gradients_gather_over_tp_travels_beside_products():
 
 @needs_cuda_plugin
 @pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 1), ("zb_h1", 2)])
-def test_one_layer_is_recomputed_at_a_time_and_cublas_adds_the_gradients_of_all_matrices(
-    schedule, ranks
-):
+def test_layers_are_recomputed_one_at_a_time_and_cublas_adds_all_weight_gradients(schedule, ranks):
     tokens, vocab_size = 4096, 16384  # of a microbatch
     request = config.Config(
         model=config.Transformer(num_layers=8, d_model=1024, num_heads=8, seq_len=tokens // 2),

@@ -83,7 +83,7 @@ def test_attention_is_the_formula(kernel, size, monkeypatch):
     "scoring", full_except(SCORINGS, Scoring(scale=0.4, softcap=1.5, window=6)), ids=str
 )
 @pytest.mark.parametrize("kernel", ["xla", "chunked"])
-def test_windows_caps_and_scales_are_those_of_the_formula(kernel, scoring, monkeypatch):
+def test_windows_caps_and_scales_follow_the_formula(kernel, scoring, monkeypatch):
     monkeypatch.setattr(chunked_attention, "BLOCK", 8)
     q, k, v, _ = arrays_of(*SIZES[0], jnp.float64)
     found = kernel_named(kernel, scoring)(q, k, v)
@@ -103,7 +103,7 @@ def test_windows_and_caps_have_the_gradients_of_the_plain_form(scoring, monkeypa
         np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-12)
 
 
-def test_chunked_computes_the_blocks_of_a_window_alone(monkeypatch):
+def test_chunked_computes_only_the_blocks_of_a_window(monkeypatch):
     monkeypatch.setattr(chunked_attention, "BLOCK", 8)
     shapes = [jax.ShapeDtypeStruct((2, 64, heads, 16), jnp.float32) for heads in (4, 2, 2)]
     flops = lambda window: matmul_flops(kernel_named("chunked", Scoring(window=window)), *shapes)
@@ -190,7 +190,7 @@ def test_memory_of_chunked_grows_with_the_tokens():
     assert temp_bytes("xla", 2048) > 2.9 * temp_bytes("xla", 1024)
 
 
-def test_cudnn_counts_the_flops_of_the_plain_form_and_chunked_those_of_its_blocks(monkeypatch):
+def test_cudnn_counts_flops_of_the_plain_form_and_chunked_of_its_blocks(monkeypatch):
     monkeypatch.setattr(chunked_attention, "BLOCK", 8)
     arrays = [jax.ShapeDtypeStruct((2, 24, heads, 16), jnp.bfloat16) for heads in (4, 2, 2, 4)]
     forward = lambda kernel: matmul_flops(kernel_named(kernel), *arrays[:3])
@@ -282,7 +282,7 @@ def test_auto_takes_the_kernel_of_the_device(device, dtype, width, tokens, kerne
     assert choose("auto", device, jnp.dtype(dtype), width, tokens) == kernel
 
 
-def test_auto_takes_another_kernel_for_what_one_has_not():
+def test_auto_avoids_kernels_without_windows_or_caps():
     sizes = jnp.dtype("bfloat16"), 128, 2048
     for scoring in (Scoring(window=64), Scoring(softcap=50.0)):
         assert choose("auto", H100, *sizes, scoring=scoring) == "chunked"
@@ -320,6 +320,8 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("kernel", "device", "dtype", "width", "tokens", "said"), REFUSALS)
-def test_what_a_kernel_cannot_do_is_refused(kernel, device, dtype, width, tokens, said):
+def test_requests_that_a_kernel_does_not_support_are_refused(
+    kernel, device, dtype, width, tokens, said
+):
     with pytest.raises(ConfigError, match=said):
         choose(kernel, device, jnp.dtype(dtype), width, tokens)

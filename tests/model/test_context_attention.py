@@ -29,7 +29,7 @@ def divided(context, arrays):
 
 
 @pytest.mark.parametrize("context", [full("gather"), "ring"])
-def test_output_and_gradients_are_those_of_the_whole_sequence(context):
+def test_output_and_gradients_equal_the_whole_sequences(context):
     arrays = [
         jax.random.normal(jax.random.key(i), (2, 6 * CP, heads, 4), jnp.float64)
         for i, heads in enumerate((4, 2, 2, 4))

@@ -90,7 +90,7 @@ def test_bfloat16_sums_in_float32(chunks):
         assert jnp.linalg.norm(found.astype("float64") - right) < 1e-2 * jnp.linalg.norm(right)
 
 
-def test_nothing_is_computed_twice(chunks):
+def test_no_product_of_the_head_runs_twice(chunks):
     x, w, targets = arrays(20, False)
     there_and_back = lambda f: jax.grad(lambda x, w: f(x, w, targets, is_tied=False), (0, 1))
     assert matmul_flops(there_and_back(by_chunks), x, w) == matmul_flops(

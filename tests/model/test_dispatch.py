@@ -73,7 +73,7 @@ def summed(x, chosen, weights, matrices, kept):
 
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("way", WAYS)
-def test_nothing_is_dropped_without_a_bound_whatever_the_load(way, load):
+def test_no_row_is_dropped_without_a_capacity_under_any_load(way, load):
     x, chosen, weights, matrices = numbers(load)
     y, dropped = computed(way, None, x, chosen, weights, matrices)
     kept = np.ones(chosen.shape, bool)
@@ -108,7 +108,7 @@ def test_padding_is_sent_to_no_expert_and_takes_no_room(way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients_are_those_of_the_rows_that_are_kept(way):
+def test_gradients_are_of_the_kept_rows(way):
     x, chosen, weights, matrices = numbers("one")
     kept = kept_rows(way, 1.3, chosen)
 

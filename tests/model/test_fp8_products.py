@@ -89,7 +89,7 @@ def test_a_token_does_not_depend_on_others_but_by_microbatch_it_does():
         assert same[1] or recipe != "fp8"  # scales rarely matter to e5m2, which has 32 binades
 
 
-def test_zeros_stay_zeros_and_what_is_not_finite_stays_visible():
+def test_zeros_stay_zeros_and_non_finite_values_stay_visible():
     w = jnp.asarray(wide(4, 4), jnp.float32)
     for recipe in ("fp8", BY_MICROBATCH):
         multiply = product(recipe, "outputs")
@@ -126,7 +126,7 @@ def test_noise_of_float64_chooses_no_number(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_errors_are_those_of_four_significant_bits(dtype):
+def test_errors_are_of_four_significant_bits(dtype):
     x, w, g = (
         jnp.asarray(RNG.standard_normal(shape), dtype) for shape in ((64, 256), (256, 64), (64, 64))
     )
@@ -144,7 +144,7 @@ def test_errors_are_those_of_four_significant_bits(dtype):
 
 @pytest.mark.parametrize("tp_divides", ["outputs", "inputs"])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_a_gathered_matrix_gives_the_bits_of_the_whole_one(tp_divides, dim):
+def test_a_gathered_matrix_gives_the_same_bits_as_the_whole_one(tp_divides, dim):
     """Rounding twice, for the gather and for the product, rounds as once."""
     x, w = jnp.asarray(wide(16, 32), jnp.float32), jnp.asarray(wide(32, 24), jnp.bfloat16)
     multiply, summed = product("fp8", tp_divides), -2 if tp_divides == "outputs" else -1

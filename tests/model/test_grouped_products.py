@@ -213,7 +213,7 @@ def test_a_stage_runs_each_product_once_and_weights_have_a_half_by_themselves(re
     assert kernels(lambda w, p: stage.weight_grad([w], None, p), w, pending) == (0, 3)
 
 
-def test_kernels_lower_for_devices_that_are_not_here_in_scans_branches_and_loops(monkeypatch):
+def test_kernels_lower_for_absent_devices_in_scans_branches_and_loops(monkeypatch):
     monkeypatch.undo()
     mesh = AbstractMesh((2, 2), ("pp", "ep"))
     times, sizes = product(KERNELS["triton"]), jnp.asarray([3, 2], jnp.int32)

@@ -33,7 +33,7 @@ def run(stack, params, inputs, targets):
 
 
 @pytest.mark.parametrize("activation", MLP_ACTIVATIONS)
-def test_shapes_are_those_of_the_settings(activation):
+def test_shapes_follow_the_settings(activation):
     stack = make(activation)
     shapes = jax.tree.map(
         lambda a: a.shape,

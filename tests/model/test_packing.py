@@ -78,7 +78,7 @@ def expected(documents):
 
 
 @pytest.mark.parametrize("kernel", ["chunked", full("xla")])
-def test_packed_documents_have_the_losses_and_gradients_of_documents_alone(
+def test_packed_documents_have_the_losses_and_gradients_of_separate_documents(
     documents, expected, kernel, monkeypatch
 ):
     monkeypatch.setattr(chunked_attention, "BLOCK", 6)  # of four blocks, the last one padded
@@ -112,7 +112,7 @@ def test_windows_and_caps_stay_within_documents(documents, expected, kernel, mon
     assert_same(mean_of(stack)(expected[0], batch_of(documents)), wanted)
 
 
-def test_without_the_starts_documents_would_not_be_told_apart(documents, expected):
+def test_documents_without_marked_starts_are_not_separated(documents, expected):
     stack = ppctl.transformer(vocab_size=VOCAB_SIZE, dtype=jnp.float64, packed=True, **SIZES)
     batch = batch_of(documents)
     batch["inputs"] = np.where(batch["inputs"] < 0, ~batch["inputs"], batch["inputs"])
@@ -131,7 +131,9 @@ def test_without_the_starts_documents_would_not_be_told_apart(documents, expecte
         full(("spmd", "gpipe", "none", {"pp": 1, "fsdp": 2, "tp": 2})),
     ],
 )
-def test_both_executors_have_them_too(documents, expected, executor, schedule, remat, axes):
+def test_packed_documents_equal_separate_ones_in_both_executors(
+    documents, expected, executor, schedule, remat, axes
+):
     batch = batch_of(documents)
     rows = -len(batch["inputs"]) % 4  # of padding alone: as many for each microbatch and replica
     batch = {

@@ -61,7 +61,7 @@ def routed(x, kernel, bias, sizes):
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_experts_and_weights_are_those_of_the_formula(settings):
+def test_experts_and_weights_follow_the_formula(settings):
     sizes = sizes_of(**settings)
     found, (chosen, weights) = routed(*numbers(), sizes), plain(*numbers(), sizes)
     np.testing.assert_array_equal(found.chosen_MK, chosen)
@@ -80,7 +80,7 @@ def test_of_equal_scores_the_first_experts_are_chosen(settings):
     assert all(len({*row}) == sizes.top_k for row in np.asarray(found.chosen_MK).tolist())
 
 
-def test_a_bias_chooses_and_weighs_nothing():
+def test_a_choice_bias_changes_the_choice_but_no_weight():
     x, kernel, _ = numbers()
     sizes = sizes_of(choice_bias=True, normalize=False)
     bias = np.where(np.arange(E) == 5, 100.0, 0.0)

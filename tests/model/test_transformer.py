@@ -68,7 +68,7 @@ def num_params(tree):
 
 
 @variants
-def test_shapes_and_sizes_are_those_of_the_settings(changes):
+def test_shapes_and_sizes_follow_the_settings(changes):
     stack = make(**changes)
     params = jax.eval_shape(lambda: init(stack, 0))
     assert all(
@@ -91,7 +91,7 @@ def test_shapes_and_sizes_are_those_of_the_settings(changes):
 
 
 @variants
-def test_a_token_never_changes_what_comes_before_it_and_always_what_comes_after(changes):
+def test_a_token_changes_all_later_outputs_and_no_earlier_one(changes):
     stack = make(**changes)
     params, (inputs, _) = random_params(stack), random_tokens()
     run = jax.jit(lambda params, inputs: outputs(stack, params, inputs))
@@ -109,7 +109,7 @@ def test_a_token_never_changes_what_comes_before_it_and_always_what_comes_after(
 
 
 @pytest.mark.parametrize("theta", [10.0, 10000.0])
-def test_scores_of_rotated_queries_and_keys_depend_on_the_distance_alone(theta):
+def test_scores_of_rotated_queries_and_keys_depend_only_on_the_distance(theta):
     rng = np.random.default_rng(0)
     q_H, k_H = rng.standard_normal((2, 6))
     repeat = lambda x_H: jnp.asarray(np.tile(x_H, (1, 12, 1, 1)))
@@ -212,7 +212,7 @@ def test_the_gradient_of_a_tied_embedding_is_the_sum_of_both_its_uses():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_loss_of_a_model_that_knows_nothing_is_the_logarithm_of_the_vocabulary(tied):
+def test_an_untrained_models_loss_is_the_logarithm_of_the_vocabulary(tied):
     stack = make(tied=tied)
     params = jax.tree.map(np.zeros_like, random_params(stack))
     inputs, targets = random_tokens()
@@ -253,7 +253,7 @@ def test_bfloat16_compute_keeps_losses_and_parameters_in_float32(changes):
     assert loss != exact
 
 
-def test_rotary_positions_concatenate_nothing():
+def test_rotary_positions_compile_without_concatenation():
     there_and_back = lambda x: jax.vjp(lambda x: rotate(x, Rope()), x)[1](x)
     found = {
         eqn.primitive.name
