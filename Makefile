@@ -3,8 +3,9 @@ BIN := .venv/bin
 # two stamps: ppctl with the packages that training needs; the extra `dev` (tests, lint, docs) on top of it
 INSTALLED := .venv/installed
 DEV := .venv/installed-dev
-# tests of a file stay in one process: they share its fixtures and compiled programs
-WORKERS := -n 2 --dist loadfile
+# tests of a file stay in one process: they share its fixtures and compiled programs; tests/conftest.py
+# puts the longest files first
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup train test test-full check lint smoke docs exhaustive chaos fuzz soak golden tutorial bench bench-gpu bench-plan bench-published bench-scale bench-start bench-vocabulary clean
 

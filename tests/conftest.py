@@ -2,12 +2,17 @@
 
 import gc
 import hashlib
+import json
 import os
 import sys
+from collections import Counter
+from contextlib import suppress
 from importlib.metadata import version
 
 import absl.logging
 import pytest
+
+from ppctl.config.config_dirs import user_cache_dir
 
 FLAGS = [
     # a busy machine must not abort a collective
@@ -23,6 +28,7 @@ if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 12):  # which has MLI
 # would be one.
 absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ  # has the variables of the process that started it
+KEPT = user_cache_dir() / "tests"  # compiled programs and seconds of tests, for later runs
 
 
 def set_environment() -> None:
@@ -44,11 +50,10 @@ def set_environment() -> None:
     }
     import jax  # reads these variables
 
-    from ppctl.config.config_dirs import user_cache_dir
     from ppctl.training.run.compilation_cache import machine_directory
 
     key = hashlib.sha256(f"{version('jax')} {os.environ['XLA_FLAGS']}".encode()).hexdigest()[:12]
-    directory = str(machine_directory(user_cache_dir() / "compiled-tests" / key))
+    directory = str(machine_directory(KEPT / key))
     os.environ["JAX_COMPILATION_CACHE_DIR"] = directory
     jax.config.update("jax_compilation_cache_dir", directory)
 
@@ -65,6 +70,48 @@ def sixty_four_bits():
     jax.config.update("jax_enable_x64", True)
     yield
     jax.config.update("jax_enable_x64", True)
+
+
+SECONDS = KEPT / "seconds.json"  # {id of a test: seconds of its newest run, with its fixtures}
+ran: Counter[str] = Counter()  # the same for the tests of this run
+
+
+def seconds_of_tests() -> dict[str, float]:
+    """Return the recorded seconds of tests by id; empty without a readable record."""
+    with suppress(OSError, ValueError):
+        return json.loads(SECONDS.read_text())
+    return {}
+
+
+RECORDED = {} if IS_WORKER else seconds_of_tests()
+NEW_S = 0.1  # seconds of a test without a record
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Give all workers one record, so that they put their tests in the same order."""
+    node.workerinput["seconds"] = RECORDED
+
+
+def pytest_collection_modifyitems(config, items):
+    """Run the longest files first, so that the workers end together (with --dist loadfile)."""
+    known = getattr(config, "workerinput", {}).get("seconds", {})
+    of_file: Counter[str] = Counter()
+    for item in items:
+        of_file[item.nodeid.partition("::")[0]] += known.get(item.nodeid, NEW_S)
+    items.sort(key=lambda item: -of_file[item.nodeid.partition("::")[0]])
+
+
+def pytest_runtest_logreport(report):
+    ran[report.nodeid] += report.duration
+
+
+def pytest_sessionfinish():
+    if not IS_WORKER and ran:
+        KEPT.mkdir(parents=True, exist_ok=True)
+        written = SECONDS.with_suffix(f".{os.getpid()}")  # renamed when it is whole
+        written.write_text(json.dumps(seconds_of_tests() | ran))
+        written.replace(SECONDS)
 
 
 def pytest_collection_finish():

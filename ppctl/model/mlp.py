@@ -3,6 +3,8 @@
 Shape suffixes: B batch, I inputs, D width, O targets.
 """
 
+from functools import lru_cache
+
 import jax
 import jax.numpy as jnp
 
@@ -11,6 +13,7 @@ from ppctl.model.random_keys import dropout as drop
 from ppctl.model.stack import Stack, StackOptions, Tree
 
 
+@lru_cache(32)  # equal requests get one stack: JAX traces its functions once in a process
 def mlp(
     *,
     num_layers: int,

@@ -1,7 +1,7 @@
 """The built-in models, made from their settings, and the model of a config."""
 
 from dataclasses import fields, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -55,7 +55,8 @@ def transformer(
     """
     sizes |= {"vocab_size": vocab_size}
     model = _checked(settings.Transformer, sizes, drop=("name", "seq_len"))
-    return _transformer(model, architecture(model, vocab_size, lora), dtype=dtype, packed=packed)
+    of_model = model.attention, architecture(model, vocab_size, lora)
+    return _transformer(*of_model, dtype=dtype, packed=packed)
 
 
 def attention(
@@ -221,19 +222,18 @@ def _rope(rope: RopeSettings) -> Rope:
             )
 
 
+@lru_cache(32)
 def _transformer(
-    model: settings.Transformer,
-    sizes: Architecture,
-    *,
-    dtype: Any,
-    packed: bool,
-    device: Any = None,
+    kernel: str, sizes: Architecture, *, dtype: Any, packed: bool, device: Any = None
 ) -> Stack:
-    """Return a transformer of these sizes as a stack, with the attention kernel of its settings."""
-    mix = lambda axes, scoring: attention_of(model.attention, device, axes, scoring)  # noqa: E731
+    """Return a transformer of these sizes as a stack, with an attention kernel.
+
+    Equal requests get one stack, so that JAX traces its functions once in a process.
+    """
+    mix = lambda axes, scoring: attention_of(kernel, device, axes, scoring)  # noqa: E731
     how: dict[str, Any] = {"mix": mix, "dtype": dtype, "packed": packed, "device": device}
     stack = transformer_model.transformer(**vars(sizes), **how)
-    there = partial(_transformer, model, dtype=dtype, packed=packed)
+    there = partial(_transformer, kernel, dtype=dtype, packed=packed)
     stack = stack.with_options(on_device=lambda device: there(sizes, device=device))
     if (moe := sizes.moe) is None:
         return stack
@@ -264,7 +264,8 @@ def make_stack(
         sizes = architecture(model, _vocab_size(model, data), lora)
         attention_kernels(model, cp, compute, device, data)  # raises for a kernel that cannot run
         expert_kernel(model, compute, device)
-        return _transformer(model, sizes, dtype=dtype, packed=data.is_packed, device=device)
+        how: dict[str, Any] = {"dtype": dtype, "packed": data.is_packed, "device": device}
+        return _transformer(model.attention, sizes, **how)
     if isinstance(model, settings.CustomModel):
         how: dict[str, Any] = {"layers": model.layers, "mixes_examples": model.mixes_examples}
         how |= {"data": data, "dtype": dtype, "compute": compute, "device": device}

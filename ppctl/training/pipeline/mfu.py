@@ -1,11 +1,17 @@
 """Model FLOPs utilization (MFU): the model's FLOPs over the devices' peak FLOPs."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import jax
 
 from ppctl.config import AutoHardware, Hardware, Transformer
 from ppctl.executors.reference import reference
 from ppctl.executors.stage.jaxpr_flops import matmul_flops
 from ppctl.model.attention.attention_scores import Scoring
+from ppctl.model.stack import Stack
+from ppctl.model.trainable_parameters import trained_flags
 from ppctl.training.pipeline.built_in_models import lora_of, make_stack
 from ppctl.training.pipeline.job import TrainingJob
 from ppctl.training.pipeline.known_hardware import NOMINAL, known, of_device
@@ -59,7 +65,17 @@ def model_flops(job: TrainingJob) -> ModelFlops:
         pairs = sum(num_tokens**2 - num_pairs for num_pairs in causal)
         # FLOPs per masked pair and unit of width: 4 forward (scores, values), 8 backward
         masked = 12 * num_examples * model.num_heads * model.head_width * pairs
-    loss_and_grads = reference(stack, num_microbatches=1, remat="none", unroll=0, dtype=pipe.dtype)
-    params = stack.param_shapes
-    full = matmul_flops(loss_and_grads, params, pipe.batch_shapes)
+    shapes, treedef = jax.tree.flatten(pipe.batch_shapes)
+    trained = trained_flags(stack.param_shapes, stack.options.trainable)
+    full = _step_flops(stack, trained, tuple(shapes), treedef, pipe.dtype)
     return ModelFlops(full, full - masked)
+
+
+@lru_cache(64)
+def _step_flops(
+    stack: Stack, _trained: tuple[bool, ...], shapes: tuple, treedef: Any, dtype: Any
+) -> int:
+    """Return the matmul FLOPs of a step. Stacks compare without the flags of trained parameters."""
+    loss_and_grads = reference(stack, num_microbatches=1, remat="none", unroll=0, dtype=dtype)
+    batch = jax.tree.unflatten(treedef, shapes)
+    return matmul_flops(loss_and_grads, stack.param_shapes, batch)
