@@ -50,12 +50,14 @@ def set_environment() -> None:
     }
     import jax  # reads these variables
 
-    from ppctl.training.run.compilation_cache import machine_directory
+    from ppctl.training.run.compilation_cache import drop_oldest, machine_directory
 
     key = hashlib.sha256(f"{version('jax')} {os.environ['XLA_FLAGS']}".encode()).hexdigest()[:12]
-    directory = str(machine_directory(KEPT / key))
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = directory
-    jax.config.update("jax_compilation_cache_dir", directory)
+    directory = machine_directory(KEPT / key)
+    directory.mkdir(parents=True, exist_ok=True)
+    drop_oldest(directory)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(directory)
+    jax.config.update("jax_compilation_cache_dir", str(directory))
 
 
 if not IS_WORKER:

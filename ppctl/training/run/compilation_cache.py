@@ -34,8 +34,10 @@ def keep_compiled(place: str | None) -> str | None:
     if place is None or (place == "auto" and "JAX_COMPILATION_CACHE_DIR" in os.environ):
         return None
     top = user_cache_dir() / "compiled" if place == "auto" else Path(place).expanduser()
+    directory = machine_directory(top)
     try:
-        directory = machine_directory(top)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        drop_oldest(directory)
     except OSError as error:
         problem = f"compiled programs cannot be kept in {directory}: {error.strerror}. "
         if place != "auto":
@@ -51,27 +53,15 @@ def keep_compiled(place: str | None) -> str | None:
 
 
 def machine_directory(top: Path) -> Path:
-    """Make and return this machine's directory of programs in top; remove its oldest programs.
-
-    Raises:
-        OSError: The directory cannot be made or read.
-    """
-    directory = top / _machine()
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _drop_oldest(directory)
-    return directory
-
-
-def _machine() -> str:
-    """Return a name for processor and compiler: machines with equal names share programs."""
+    """Return the directory in `top` for processor and compiler; equal machines share programs."""
     text = f"{platform.system()} {platform.machine()} {platform.processor()} {version('jaxlib')}"
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         text += next((line for line in lines if re.match(r"(flags|Features)\s*:", line)), "")
-    return f"{platform.machine()}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    return top / f"{platform.machine()}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
-def _drop_oldest(directory: Path) -> None:
+def drop_oldest(directory: Path) -> None:
     """Remove the oldest entries, so that at most MOST_BYTES remain."""
     left, entries = MOST_BYTES, list[tuple[float, int, Path]]()
     for path in directory.iterdir():
