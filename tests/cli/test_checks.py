@@ -110,6 +110,6 @@ def test_an_impossible_config_is_refused(parts, message):
 
 
 @pytest.mark.parametrize(("command", "parts", "message"), INAPPLICABLE)
-def test_what_applies_to_other_commands_is_refused(command, parts, message):
+def test_settings_of_other_commands_are_refused(command, parts, message):
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         refuse_inapplicable(command, replace(c.Config(), **parts))

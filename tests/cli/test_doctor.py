@@ -42,7 +42,7 @@ def bad(found):
     return [finding for finding in found["findings"] if not finding["is_ok"]]
 
 
-def test_a_request_that_trains_here_passes_and_leaves_nothing_behind(ask, tmp_path):
+def test_a_request_that_trains_on_this_machine_passes_and_leaves_no_file(ask, tmp_path):
     code, found = ask()
     assert (code, found["ok"], bad(found)) == (0, True, [])
     assert {f["what"] for f in found["findings"]} >= {
@@ -60,7 +60,7 @@ def test_a_request_that_trains_here_passes_and_leaves_nothing_behind(ask, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_shown_is_what_was_found(monkeypatch, tmp_path, capsys):
+def test_the_terminal_shows_the_findings(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     assert doctor.doctor(TINY, as_json=False) == 0
     out = capsys.readouterr().out
@@ -121,7 +121,7 @@ def test_an_exchange_that_loses_a_message_is_not_right(monkeypatch):
     assert not doctor.measure_link(*jax.devices()[:2]).is_right
 
 
-def test_a_link_without_an_answer_ends_the_process_with_a_line():
+def test_a_link_without_an_answer_ends_the_process_in_one_line():
     text = (
         "import time\nfrom ppctl.cli.commands import doctor\ndoctor.ANSWER_WITHIN_S = 0.2\n"
         "with doctor._answering('exchange of device 0 and 1'):\n    time.sleep(60)\n"
@@ -133,7 +133,7 @@ def test_a_link_without_an_answer_ends_the_process_with_a_line():
     )
 
 
-def test_of_many_devices_one_of_each_process_is_probed():
+def test_one_device_of_each_process_is_probed():
     Device = namedtuple("Device", "id process_index")
     devices = [Device(i, i // 4) for i in range(32)]
     assert [device.id for device in doctor.probe_devices(devices)] == [0, 4, 8, 12, 16, 20, 24, 28]

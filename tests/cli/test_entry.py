@@ -61,7 +61,7 @@ def test_a_commands_errors_have_their_exit_codes(error, code, text, served, caps
     assert capsys.readouterr().err == text
 
 
-def test_a_bug_keeps_its_traceback_and_says_so(served, capsys, monkeypatch):
+def test_a_bug_keeps_its_traceback_and_asks_for_a_report(served, capsys, monkeypatch):
     monkeypatch.setattr(
         sys.modules["ppctl.cli.commands.train"], "train", raising(RuntimeError("boom"))
     )
@@ -106,7 +106,7 @@ def test_letters_that_the_output_has_not_are_escaped(tmp_path):
 @pytest.mark.parametrize(
     "words", [("schedule", "list", "mesh=1x4"), ("schedule", "show"), ("train", "--help")]
 )
-def test_a_reader_that_has_gone_ends_a_command_as_it_ends_others(words):
+def test_a_closed_pipe_ends_a_command_as_it_ends_other_programs(words):
     env = os.environ | {"PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
         [PPCTL, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env

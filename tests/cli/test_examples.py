@@ -68,7 +68,7 @@ def test_every_command_has_an_example():
     assert commands == {*COMMANDS} - {"examples"}
 
 
-def test_they_are_printed_to_be_copied(capsys):
+def test_example_commands_are_printed_to_be_copied(capsys):
     assert cli.main(["examples"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("ppctl ")] == [
@@ -82,7 +82,7 @@ def test_they_are_printed_to_be_copied(capsys):
     ]
 
 
-def test_ppctl_alone_shows_three_and_where_more_are(capsys):
+def test_ppctl_without_a_command_shows_three_examples_and_names_the_list(capsys):
     assert cli.main([]) == 0
     out = capsys.readouterr().out
     shown = [line.strip() for line in out.splitlines() if line.startswith("  ppctl")]

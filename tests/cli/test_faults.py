@@ -153,7 +153,7 @@ FAULTS = [
 
 # Hydra composes each, which takes half a second
 @pytest.mark.parametrize(("line", "message"), FAULTS, ids=[line for line, _ in FAULTS])
-def test_a_wrong_request_is_one_line_and_exit_code_2(
+def test_a_wrong_request_is_refused_in_one_line_with_exit_code_2(
     line, message, capsys, served, in_empty_directory
 ):
     assert cli.main(line.split()) == 2
@@ -196,7 +196,7 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_fault_in_a_users_recipe_is_one_line_too(recipe, capsys, served, in_empty_directory):
+def test_a_fault_in_a_users_recipe_is_named_in_one_line(recipe, capsys, served, in_empty_directory):
     text, message = RECIPES[recipe]
     write(in_empty_directory / f"mine/recipes/{recipe}.yaml", f"# @package _global_\n{text}\n")
     assert cli.main(["train", f"recipes={recipe}", "--config-dir", "mine"]) == 2
@@ -237,7 +237,7 @@ def test_a_users_options_and_recipes_are_found(served, in_empty_directory):
     assert (config.schedule.num_chunks, config.run.dir, config.model.d_model) == (4, "runs/big", 32)
 
 
-def test_hardware_of_a_users_own_is_a_choice(capsys, served, in_empty_directory):
+def test_hardware_files_of_the_user_are_options(capsys, served, in_empty_directory):
     write(
         in_empty_directory / "mine/hardware/ours.yaml",
         "defaults: [h100]\nname: ours\nreached: {flops: 0.7}\n",
@@ -272,7 +272,7 @@ def test_an_empty_word_is_answered_with_the_commands(word, capsys):
 
 
 @pytest.mark.parametrize("command", ["plan", "verify", "train"])
-def test_evaluations_without_data_are_refused_by_all_commands_alike(
+def test_evaluations_without_held_out_data_are_refused_equally_by_all_commands(
     tmp_path, monkeypatch, capsys, command
 ):
     monkeypatch.chdir(tmp_path)
@@ -289,7 +289,7 @@ def test_evaluations_without_data_are_refused_by_all_commands_alike(
 
 
 @pytest.mark.parametrize("command", ["train", "doctor", "bench", "generate", "evaluate", "export"])
-def test_a_platform_that_is_not_there_is_one_line(monkeypatch, capsys, command):
+def test_an_absent_platform_is_named_in_one_line(monkeypatch, capsys, command):
     def missing(*_):
         raise AssertionError  # as JAX raises without a plugin for the platform
 

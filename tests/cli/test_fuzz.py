@@ -18,7 +18,7 @@ REFUSAL = Served(2, "", "ppctl: no.\n")
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", range(10))
-def test_a_random_request_is_served_or_refused_by_all_commands_alike(tmp_path, monkeypatch, number):
+def test_all_commands_serve_or_refuse_a_random_request(tmp_path, monkeypatch, number):
     monkeypatch.chdir(ROOT)
     _, finding = fuzz.tried(request(0, number, tmp_path), tmp_path)
     assert finding is None, finding
@@ -66,7 +66,7 @@ def judged(monkeypatch, tmp_path, **found):
     return result, finding and finding.what
 
 
-def test_what_commands_refuse_alike_is_no_finding(monkeypatch, tmp_path):
+def test_an_equal_refusal_by_all_commands_is_not_a_finding(monkeypatch, tmp_path):
     assert judged(monkeypatch, tmp_path, plan=REFUSAL, verify=REFUSAL, train=REFUSAL) == (
         "refused",
         None,
@@ -83,18 +83,18 @@ def test_what_commands_refuse_alike_is_no_finding(monkeypatch, tmp_path):
         (Served(2, "", "Traceback ...\nppctl: no.\n"), "verify ends with 2"),
     ],
 )
-def test_what_they_do_otherwise_is_one(monkeypatch, tmp_path, verify, what):
+def test_different_answers_of_commands_are_a_finding(monkeypatch, tmp_path, verify, what):
     assert judged(monkeypatch, tmp_path, plan=REFUSAL, verify=verify, train=REFUSAL)[1] == what
 
 
-def test_a_run_directory_of_a_refused_request_is_one(monkeypatch, tmp_path):
+def test_a_run_directory_of_a_refused_request_is_a_finding(monkeypatch, tmp_path):
     (tmp_path / "run").mkdir()
     what = "a request that was refused left a run directory"
     assert judged(monkeypatch, tmp_path, plan=REFUSAL, verify=REFUSAL, train=REFUSAL)[1] == what
 
 
 @pytest.mark.parametrize(("loss", "is_found"), [(1 + 1e-10, False), (1 + 1e-8, True)])
-def test_a_loss_unlike_the_reference_is_one(monkeypatch, tmp_path, loss, is_found):
+def test_a_loss_that_differs_from_the_reference_is_a_finding(monkeypatch, tmp_path, loss, is_found):
     (tmp_path / "run").mkdir()
     record = {"step": 1, "loss": loss, "grad_norm": 1.0, "lr": 0.1}
     (tmp_path / "run/metrics.jsonl").write_text(json.dumps(record) + "\n")

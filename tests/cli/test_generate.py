@@ -53,7 +53,7 @@ def printed(capsys, *words):
     return capsys.readouterr().out
 
 
-def test_a_text_depends_on_seed_and_prompt_alone(here, capsys):
+def test_a_text_depends_only_on_seed_and_prompt(here, capsys):
     words = ["generate", "run", "--max-tokens", "6", "--top-p", "0.9", "--top-k", "20", "--json"]
     alone = json.loads(printed(capsys, *words, "--prompt", "the"))["completions"]
     both = json.loads(printed(capsys, *words, "--prompt", "the", "--prompt", "and the dog"))[
@@ -125,7 +125,7 @@ def config_of(name, ends):
         (config_of("config.json", None), [], ("hi\ah", "length")),
     ],
 )
-def test_a_text_ends_at_each_token_that_the_model_or_the_user_names(
+def test_a_text_ends_at_each_end_token_of_the_model_or_the_user(
     answering, capsys, change, words, expected
 ):
     assert answering(change, *words) == 0
@@ -208,7 +208,7 @@ def test_a_conversation_answers_each_message_after_all_before(here, tmp_path, ca
     assert "got no message" in capsys.readouterr().err
 
 
-def test_what_ends_texts_is_said_in_a_line_where_it_cannot_be_read(answering, capsys):
+def test_an_unreadable_end_token_is_named_in_one_line(answering, capsys):
     for text, message in (
         ("{", "cannot be read"),
         ('{"eos_token_id": ["a"]}', "is neither a token id nor a list of token ids"),
@@ -269,7 +269,7 @@ def test_an_answer_is_the_likeliest_choice(here, capsys):
 MARK = "\ufeff"  # byte order mark, as some editors write it
 
 
-def test_lines_end_at_line_feeds_only_and_a_byte_order_mark_is_none_of_the_text(here, capsys):
+def test_lines_end_only_at_line_feeds_and_a_byte_order_mark_is_dropped(here, capsys):
     prompts = ["the\u2028cat", "on\x0cthe", "mat\x85", "sat"]
     (here / "p.txt").write_bytes((MARK + "\r\n".join(prompts) + "\n").encode())
     words = ["--max-tokens", "1", "--json"]
@@ -366,7 +366,9 @@ def test_a_score_is_the_sum_over_the_continuation(here):
         ("evaluate run data=regression", "tokens"),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_line(here, capsys, monkeypatch, words, message):
+def test_impossible_requests_of_generate_are_refused_in_one_line(
+    here, capsys, monkeypatch, words, message
+):
     question = {"prompt": "\ud83d", "choices": ["a", "b"], "answer": 0}
     (here / "half.jsonl").write_text(json.dumps(question) + "\n")
     monkeypatch.setattr("sys.stdin", io.StringIO())

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("in_empty_directory")
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
-def test_ppctl_alone_shows_the_commands(argv, capsys):
+def test_ppctl_without_a_command_lists_the_commands(argv, capsys):
     assert cli.main(argv) == 0
     out = capsys.readouterr().out
     for command in COMMANDS:
@@ -39,7 +39,7 @@ def test_help_shows_groups_settings_examples_and_exit_codes(command, capsys):
     assert max(map(len, out.splitlines())) <= 120
 
 
-def test_help_of_a_part_without_settings_says_what_it_is(capsys):
+def test_help_of_a_part_without_settings_describes_it(capsys):
     assert cli.main(["train", "--help", "partition"]) == 0
     out = capsys.readouterr().out
     for text in (
@@ -69,7 +69,7 @@ def test_the_settings_of_the_help_are_explained():
     assert [key for key in MOST_USED if not all_settings()[key].about] == list(plain)
 
 
-def test_the_launcher_is_served_and_shown_by_train_and_doctor_alone(served, capsys):
+def test_only_train_and_doctor_serve_and_show_the_launcher(served, capsys):
     assert cli.main(["train", "recipes=tiny", "launch.processes=2"]) == 0
     [(command, settings, _)] = served
     assert (command, settings.processes) == ("launch", 2)
@@ -116,7 +116,7 @@ class _Commented:
     wide: str = "x"  # columns
 
 
-def test_the_text_of_a_setting_is_its_comment_beside_it_or_above_it():
+def test_help_of_a_setting_is_its_comment_on_or_above_its_line():
     about = {key: setting.about for key, setting in settings_of("x", _Commented).items()}
     assert about == {
         "x.every": "steps between two saves",

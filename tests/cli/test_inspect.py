@@ -55,7 +55,7 @@ def instructions(hlo, kind):
         full(("mesh=1x2x2 schedule=interleaved executor.remat=none", 2)),
     ],
 )
-def test_a_tick_hops_once_each_way_and_the_text_has_what_is_counted(words, hops, capsys):
+def test_a_tick_hops_once_each_way_and_the_text_has_the_counted_collectives(words, hops, capsys):
     said = json.loads(ask(capsys, f"{words} --json"))
     texts = {form: text_of(capsys, words, form)["step"] for form in ("jaxpr", "stablehlo", "hlo")}
     job = job_of(words)
@@ -123,7 +123,7 @@ MPMD = "executor=mpmd mesh=2x2 schedule=interleaved executor.remat=none"
 
 
 @pytest.mark.full
-def test_each_program_has_a_text_in_every_form_and_tasks_say_nothing_to_each_other(capsys):
+def test_each_program_has_a_text_in_every_form_and_tasks_have_no_collectives(capsys):
     texts = text_of(capsys, MPMD, "hlo")
     assert {
         "fwd of stage 0",
@@ -148,7 +148,7 @@ def test_each_program_has_a_text_in_every_form_and_tasks_say_nothing_to_each_oth
     )
 
 
-def test_without_a_barrier_the_step_is_the_one_that_is_tried(capsys):
+def test_post_validation_shows_the_tried_update_and_no_other(capsys):
     words = "executor=mpmd mesh=1x2 schedule=zb_h1 executor.post_validation=true"
     names = text_of(capsys, words, "jaxpr").keys()
     assert {"try", "bwd_w"} <= {name.partition(" ")[0] for name in names}

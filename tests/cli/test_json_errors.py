@@ -34,7 +34,7 @@ def outcome(capsys, *words):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_says_a_mistake_as_json_and_as_before(command, served, capsys):
+def test_every_command_prints_a_mistake_as_json_and_as_a_line(command, served, capsys):
     words = [command, "--no-such-option"]
     code, out, err = outcome(capsys, *words)
     assert (code, out) == (2, "")
@@ -115,7 +115,7 @@ def test_the_kinds():
         ("interrupted.", None),
     ],
 )
-def test_the_remedy_is_the_part_that_says_what_to_do(message, remedy):
+def test_the_remedy_is_the_imperative_part_of_a_message(message, remedy):
     assert error_document("config", message)["error"] == {
         "kind": "config",
         "message": message,
@@ -139,7 +139,7 @@ def test_an_interrupt_and_a_full_disk_are_errors_too(served, capsys, monkeypatch
     assert (ended.returncode, ended.stderr.count("\n")) == (1, 1)
 
 
-def test_ctrl_c_while_jax_loads_is_said_as_json():
+def test_ctrl_c_while_jax_loads_is_printed_as_json():
     code = (
         "import os, signal, sys, types; sys.modules['jax'] = types.ModuleType('jax'); "
         "sys.argv[1:] = ['x', '--json']\n"
@@ -165,14 +165,14 @@ def test_a_process_that_was_launched_leaves_its_error_to_the_launcher(
     assert error_of(tmp_path, 2, "process 0 ended") == error_document("data", "no data.")
 
 
-def test_the_launcher_says_the_cause_and_not_who_only_noticed(tmp_path):
+def test_the_launcher_prints_the_cause_of_a_failure_and_not_its_consequences(tmp_path):
     for number, kind in enumerate(("process_lost", "bug", "data")):
         (tmp_path / str(number)).write_text(json.dumps(error_document(kind, f"{kind}.")))
         os.utime(tmp_path / str(number), (number, number))
     assert error_of(tmp_path, 1, "") == error_document("bug", "bug.")
 
 
-def test_a_process_that_was_killed_is_said_by_the_launcher(tmp_path):
+def test_the_launcher_names_a_killed_process(tmp_path):
     found = error_of(tmp_path, 3, "process 1 of 2 was killed by SIGKILL")
     assert found == error_document("process_lost", "process 1 of 2 was killed by SIGKILL.")
     assert error_of(tmp_path, 1, "") is None  # doctor has a result then
@@ -191,7 +191,7 @@ sys.modules["ppctl.cli.commands.train"].train = train
 
 
 @pytest.mark.full
-def test_one_document_is_said_of_a_run_of_two_processes(tmp_path):
+def test_a_run_of_two_processes_prints_one_document(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(STAND_IN)
     env = BY_USER | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     words = [

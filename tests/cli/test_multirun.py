@@ -58,7 +58,7 @@ def sweep(environment, *words):
 
 
 @pytest.mark.full
-def test_a_sweep_runs_each_job_in_its_own_process_and_directory(
+def test_a_sweep_runs_each_job_in_a_separate_process_and_directory(
     jobs_environment, in_empty_directory
 ):
     done = sweep(jobs_environment, "model.num_layers=2,3,4", "run.name=abc", "--json")
@@ -77,7 +77,7 @@ def test_a_sweep_runs_each_job_in_its_own_process_and_directory(
 
 
 @pytest.mark.full
-def test_a_sweep_over_run_dir_leaves_it_alone(jobs_environment):
+def test_a_sweep_over_run_dir_uses_the_typed_directories(jobs_environment):
     done = sweep(jobs_environment, "run.dir=x,y")
     assert [json.loads(line)["dir"] for line in done.stdout.splitlines()] == ["x", "y"]
     assert done.returncode == 0
@@ -112,7 +112,7 @@ def test_a_job_that_is_refused_does_not_stop_the_others(jobs_environment):
         ("train", "mesh=1x4,1x4x1", "are the same request: their values are equal. Leave one"),
     ],
 )
-def test_equal_values_are_refused_however_they_are_written(command, swept, why, capsys, served):
+def test_equal_values_in_different_spellings_are_refused(command, swept, why, capsys, served):
     assert cli.main([command, "-m", swept]) == 2
     assert why in capsys.readouterr().err
     assert served == []

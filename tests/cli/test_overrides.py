@@ -40,7 +40,7 @@ def run_of(tmp_path):
     return make
 
 
-def test_a_run_goes_on_by_the_words_of_its_newest_start(run_of):
+def test_a_run_resumes_by_the_words_of_its_newest_start(run_of):
     found = resumption(run_of(WORDS))
     assert (list(found.words), list(found.notes)) == (WORDS, [])
     assert shlex.split(found.command) == ["ppctl", "train", *WORDS]
@@ -69,14 +69,14 @@ def test_the_line_that_resumes_a_run_goes_where_its_relative_paths_begin(
     assert f"run.dir={run_dir}" in line
 
 
-def test_a_run_that_was_moved_goes_on_where_it_is(run_of, tmp_path):
+def test_a_moved_run_resumes_in_its_new_place(run_of, tmp_path):
     run_of([*WORDS, "run.dir=elsewhere"])
     there = (tmp_path / "runs").rename(tmp_path / "moved, there") / "x"
     assert list(resumption(there).words) == [*WORDS, f'run.dir="{there}"']
 
 
 @pytest.mark.parametrize("typed", [["run.resume=never"], []], ids=["typed", "of a recipe"])
-def test_a_run_that_was_to_start_anew_goes_on_with_its_own_checkpoints(run_of, typed):
+def test_a_run_with_resume_never_resumes_from_its_checkpoints(run_of, typed):
     assert list(resumption(run_of([*WORDS, *typed], resume="never")).words) == [
         *WORDS,
         "run.resume=auto",
@@ -107,6 +107,6 @@ def test_the_launchers_words_are_stored_by_its_processes(monkeypatch):
     assert started_with(None, ["run.process_id=1"]) == ["launch.processes=2"]
 
 
-def test_without_settings_nobody_knows(tmp_path):
+def test_a_run_without_settings_has_no_command_to_resume(tmp_path):
     found = resumption(Path(tmp_path))
     assert (found.command, list(found.notes)) == ("", ["config.yaml is missing"])

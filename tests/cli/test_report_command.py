@@ -28,7 +28,7 @@ def empty_directory(tmp_path, monkeypatch):
 # --- one run ------------------------------------------------------------------------------------
 
 
-def test_the_page_of_a_run_says_how_it_stands_and_predicted_vs_measured(capsys):
+def test_the_page_of_a_run_shows_its_state_and_predicted_vs_measured(capsys):
     run_dir = make("a")
     (run_dir / "eval.jsonl").write_text(
         '{"step": 4, "eval_loss": 2.5}\n{"step": 8, "eval_loss": 1.5}\n'
@@ -94,7 +94,7 @@ def test_the_page_of_a_run_says_how_it_stands_and_predicted_vs_measured(capsys):
     assert run["resume"] == "ppctl train " + " ".join(run["asked"])
 
 
-def test_mfu_and_rows_are_told_where_they_are_recorded(capsys):
+def test_mfu_and_rows_per_second_are_shown_if_recorded(capsys):
     rows = [
         {"step": step, "loss": 1.0, "step_time_s": 0.1, "rows_per_s": 80.0, "mfu_fraction": 0.4}
         for step in (1, 2)
@@ -120,7 +120,7 @@ def test_losses_that_are_not_finite_are_crosses_and_a_warning(capsys):
     assert said["runs"][0]["loss"] is None
 
 
-def test_what_files_hold_is_escaped(capsys):
+def test_texts_from_files_are_escaped(capsys):
     evil = "<script>alert(1)</script>\"'&"
     run_dir = make("a&b <i>", last=json.dumps(record(10, loss=evil)) + "\n")
     run_dir.joinpath("config.yaml").write_text(
@@ -174,7 +174,7 @@ def test_what_files_hold_is_escaped(capsys):
         ),
     ],
 )
-def test_a_damaged_run_is_a_page_that_says_so(made, told, capsys):
+def test_the_page_of_a_damaged_run_names_the_damage(made, told, capsys):
     make("a", **made)
     assert told in words_of(write(capsys, "a")[0])
     make("b")
@@ -221,7 +221,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("line", "message"), FAULTS, ids=[line[:30] for line, _ in FAULTS])
-def test_a_wrong_request_is_one_line_and_overwrites_nothing(line, message, capsys):
+def test_a_wrong_request_is_refused_in_one_line_and_overwrites_no_file(line, message, capsys):
     make("abc")
     make("cab")
     for file in ("mine.html", "runs/cab/report.html"):
@@ -238,7 +238,7 @@ def test_a_wrong_request_is_one_line_and_overwrites_nothing(line, message, capsy
     assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
 
 
-def test_without_runs_a_path_is_asked_for(capsys):
+def test_a_report_without_runs_requests_a_path(capsys):
     assert cli.main(["report", "tiny"]) == 2
     assert "tiny is no run, and runs/ has no runs. Give the path of one" in capsys.readouterr().err
 
@@ -256,7 +256,7 @@ def test_a_report_is_written_again_and_a_run_may_be_anywhere(capsys):
 # --- help, size, speed --------------------------------------------------------------
 
 
-def test_help_says_what_there_is(capsys):
+def test_help_has_every_example_within_120_columns(capsys):
     assert cli.main(["report", "--help"]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 120

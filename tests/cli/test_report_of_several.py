@@ -11,7 +11,7 @@ from support.run_pages import make, record, words_of, write
 pytestmark = pytest.mark.usefixtures("in_empty_directory")
 
 
-def test_several_runs_are_a_table_of_what_differs_and_labelled_curves(capsys):
+def test_several_runs_are_a_table_of_differences_and_labelled_curves(capsys):
     make("first", schedule="gpipe")
     make(
         "second",
@@ -35,7 +35,7 @@ def test_several_runs_are_a_table_of_what_differs_and_labelled_curves(capsys):
     assert '<a href="runs/first">' in text
 
 
-def test_runs_that_share_nothing_are_compared(capsys):
+def test_runs_without_common_metrics_are_compared(capsys):
     make("a", [{"step": step, "loss": 1.0, "rows_per_s": 5.0} for step in range(1, 4)])
     make("b", [])
     Path("runs/b/config.yaml").unlink()
@@ -66,7 +66,7 @@ def test_any_number_of_runs_is_compared_and_the_first_sixteen_are_drawn(capsys):
     assert keys[16:] == [None, None]
 
 
-def test_what_several_runs_have_to_be_told_of_is_told_once(capsys):
+def test_a_note_on_several_runs_is_shown_once(capsys):
     for name in ("a", "b", "c"):
         make(name, [])
     make("d")

@@ -54,7 +54,7 @@ def refused(capsys, *words):
 # --- what they do -------------------------------------------------------------------------------
 
 
-def test_rm_removes_what_is_named_and_nothing_else(capsys):
+def test_rm_removes_only_the_named_runs(capsys):
     for name in ("a", "b", "sweep/lr=1"):
         run_dir = make(name)
         for file in (
@@ -84,7 +84,7 @@ def test_rm_removes_what_is_named_and_nothing_else(capsys):
 # --- the question -------------------------------------------------------------------------------
 
 
-def test_without_a_terminal_nobody_is_asked_and_nothing_done(capsys, monkeypatch):
+def test_without_a_terminal_rm_does_not_ask_and_removes_nothing(capsys, monkeypatch):
     make("a")
     with open(os.devnull) as nobody:
         monkeypatch.setattr("sys.stdin", nobody)
@@ -96,7 +96,7 @@ def test_without_a_terminal_nobody_is_asked_and_nothing_done(capsys, monkeypatch
     ("answer", "code", "is_there"),
     [("y", 0, False), ("YES", 0, False), ("n", 1, True), ("", 1, True)],
 )
-def test_on_a_terminal_one_question_is_asked_for_all(answer, code, is_there):
+def test_on_a_terminal_one_question_covers_all_runs(answer, code, is_there):
     for name in ("a", "b"):
         make(name)
     leader, follower = pty.openpty()
@@ -180,7 +180,7 @@ def test_the_lock_is_held_while_a_run_is_renamed(monkeypatch):
         ("rm mine", "mine holds files that no run wrote: notes.txt, plots. Move them away first."),
     ],
 )
-def test_what_may_not_be_changed_is_refused_and_stays(words, message, capsys):
+def test_foreign_linked_and_nested_directories_are_refused_and_stay(words, message, capsys):
     for name in ("a", "sweep/schedule=gpipe", "outer", "outer/inner", "mine"):
         make(name)
     Path("runs/no_run").mkdir()
@@ -200,7 +200,7 @@ def test_the_directory_of_runs_may_be_a_link_itself(capsys):
     assert list(Path("scratch").iterdir()) == []
 
 
-def test_the_run_that_one_stands_in_stays(capsys, monkeypatch):
+def test_the_run_of_the_current_directory_stays(capsys, monkeypatch):
     monkeypatch.chdir(make("a"))
     assert refused(capsys, "rm", ".", "-y").startswith(". contains the current directory.")
 
@@ -229,7 +229,7 @@ def test_a_directory_that_is_not_writable_keeps_the_run_whole(capsys, monkeypatc
     )
 
 
-def test_what_cannot_be_deleted_is_no_run_any_more_and_is_named(capsys, monkeypatch):
+def test_remains_that_cannot_be_deleted_are_named_and_no_longer_a_run(capsys, monkeypatch):
     make("a")
 
     def rmtree(path):

@@ -46,7 +46,7 @@ def ask_json(capsys, *words):
 # --- the list -----------------------------------------------------------------------------------
 
 
-def test_the_newest_record_comes_first_and_runs_of_sweeps_are_among_them(capsys):
+def test_the_newest_record_comes_first_and_runs_of_sweeps_are_listed(capsys):
     make("old", age_s=200_000, ending={"status": "finished", "step": 3})
     make(
         "sweep/schedule=gpipe",
@@ -87,7 +87,7 @@ def test_the_newest_record_comes_first_and_runs_of_sweeps_are_among_them(capsys)
     }
 
 
-def test_broken_runs_are_listed_with_what_is_wrong(capsys):
+def test_broken_runs_are_listed_with_their_faults(capsys):
     make("torn")
     with open("runs/torn/metrics.jsonl", "a") as file:
         file.write('{"step": 4')
@@ -133,7 +133,7 @@ def test_several_directories_give_whole_paths(capsys):
 # --- one run ------------------------------------------------------------------------------------
 
 
-def test_show_says_what_was_asked_how_it_went_and_what_resumes_it(capsys):
+def test_show_prints_the_request_the_end_and_the_command_to_resume(capsys):
     words = ["mesh=1x2", "schedule=gpipe", "optim.lr=1e-05", "run.name=x", "data.eval_fraction=0.1"]
     run_dir = make(
         "x", *words, started_s=1.8e9, ending={"status": "interrupted", "reason": "SIGINT"}
@@ -192,7 +192,7 @@ def test_a_name_may_be_a_path_a_name_or_a_part_that_is_unique(capsys):
     assert ask_json(capsys, "show", "lr", "runs/sweep")["name"] == "lr=1"
 
 
-def test_show_of_a_run_without_records_or_settings_says_so(capsys):
+def test_show_names_missing_records_and_settings(capsys):
     make("a", steps=0)
     text = ask(capsys, "show", "a")
     assert "saved     no checkpoint" in text
@@ -231,7 +231,7 @@ FROM_START = {
 
 
 @pytest.mark.parametrize("words", FROM_START.values(), ids=FROM_START)
-def test_what_is_found_from_where_a_run_was_started_is_resumed_there(
+def test_a_run_with_relative_paths_is_resumed_from_where_it_was_started(
     words, tmp_path, monkeypatch, capsys
 ):
     here = tmp_path / "my project"
@@ -255,7 +255,7 @@ def test_what_is_found_from_where_a_run_was_started_is_resumed_there(
     assert f"run.dir={tmp_path}/b" in ask_json(capsys, "show", "b", str(tmp_path))["resume"]
 
 
-def test_a_run_that_needs_nothing_from_where_it_was_started_is_resumed_here(tmp_path, capsys):
+def test_a_run_without_relative_paths_is_resumed_from_the_current_directory(tmp_path, capsys):
     make("a", "recipes=tiny", started_s=1.8e9, directory=tmp_path / "other")
     assert ask_json(capsys, "show", "a")["resume"].startswith("ppctl train recipes=tiny")
 
@@ -290,7 +290,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("line", "message"), FAULTS, ids=[line[:30] for line, _ in FAULTS])
-def test_a_wrong_request_is_one_line_and_exit_code_2(line, message, capsys):
+def test_a_wrong_request_is_refused_in_one_line_with_exit_code_2(line, message, capsys):
     for name in ("abc", "cab", "dab"):
         (Path("runs") / name).mkdir(parents=True)
         (Path("runs") / name / "metrics.jsonl").touch()
@@ -316,7 +316,7 @@ def test_without_runs_the_default_directory_is_named(capsys):
 
 
 @pytest.mark.parametrize("line", ["runs --help", "runs show -h"])
-def test_help_says_what_there_is(line, capsys):
+def test_help_has_every_example_within_120_columns(line, capsys):
     assert cli.main(line.split()) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 120

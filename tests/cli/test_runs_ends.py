@@ -55,7 +55,7 @@ def train(*words):
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_kill_9_is_seen_and_the_shown_command_goes_on(capsys):
+def test_kill_9_is_seen_and_the_shown_command_resumes(capsys):
     process = train(
         "recipes=tiny", "run.num_steps=100000", "run.checkpoint.every=20", "run.eval_every=null"
     )

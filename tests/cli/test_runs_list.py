@@ -148,7 +148,7 @@ def test_a_column_that_some_runs_lack_is_empty_there(in_empty_directory, capsys)
         (["rm", "a", "--sort", "lr"], "--sort: not an option of `ppctl runs rm`. Leave it out."),
     ],
 )
-def test_what_no_run_has_is_refused_with_what_is_like_it(runs, words, message, capsys):
+def test_columns_that_no_run_has_are_refused_with_similar_names(runs, words, message, capsys):
     assert refused(capsys, *words).startswith(message)
 
 

@@ -68,7 +68,7 @@ def test_the_numbers_of_eight_ranks_and_32_microbatches(
     assert "0F0" in said["ranks"][0]
 
 
-def test_costs_are_those_of_one_pth_of_the_model_and_a_chunk_costs_its_share(capsys):
+def test_costs_are_of_one_pth_of_the_model_and_a_chunk_costs_its_share(capsys):
     costs = "costs={forward_s:1,input_grad_s:1.05,weight_grad_s:0.75,transfer_s:0.1}"
     said = ask_json(capsys, f"show schedule=1f1b mesh=1x8 schedule.num_microbatches=32 {costs}")
     assert said["makespan_s"] == pytest.approx(116.0, abs=0.051)
@@ -111,7 +111,7 @@ def test_the_ending_of_the_file_chooses_the_format(name, capsys, empty_directory
     assert (empty_directory / name).read_bytes().startswith(start[name[2:]])
 
 
-def test_a_schedule_written_as_csv_is_read_back_checked_and_priced(capsys, empty_directory):
+def test_a_schedule_written_as_csv_is_read_checked_and_simulated(capsys, empty_directory):
     ask(capsys, "show schedule=zb_h1 mesh=1x4 --out z.csv")
     assert from_csv((empty_directory / "z.csv").read_text(), "z").num_ranks == 4
     assert (
@@ -150,7 +150,7 @@ def test_compare_puts_schedules_in_one_table(capsys):
     ]
 
 
-def test_compare_gives_a_setting_to_those_that_have_it(capsys):
+def test_compare_passes_a_setting_to_the_families_that_have_it(capsys):
     said = ask_json(capsys, "compare 1f1b interleaved looped_bfs mesh=1x2 schedule.num_chunks=3")
     assert [one["num_chunks"] for one in said] == [1, 3, 3]
 
@@ -167,7 +167,7 @@ def test_a_narrow_terminal_cuts_no_table(capsys, monkeypatch):
     assert "peak activations" in ask(capsys, "compare gpipe 1f1b mesh=1x2")
 
 
-def test_list_has_every_family_and_says_why_one_is_missing(capsys):
+def test_list_has_every_family_and_the_reason_for_a_missing_one(capsys):
     out = ask(capsys, "list mesh=1x4 schedule.num_microbatches=8")
     for family in FAMILIES:
         assert re.search(rf"^ {family} .*\d%", out, re.MULTILINE), family  # its row
@@ -181,7 +181,7 @@ def test_list_has_every_family_and_says_why_one_is_missing(capsys):
 
 
 @pytest.mark.parametrize("line", ["schedule", "schedule --help", "schedule show -h"])
-def test_help_says_what_there_is(line, capsys):
+def test_help_has_every_example_within_120_columns(line, capsys):
     assert cli.main(line.split()) == 0
     out = capsys.readouterr().out
     for text in (*SUBCOMMANDS, "schedule costs", *examples_of("schedule")):
@@ -215,7 +215,7 @@ def test_a_reader_that_goes_away_is_no_bug():
     assert (done.stdout, done.stderr) == ('{"schedule', "")
 
 
-def test_auto_says_what_it_chose_from_and_how_far_it_is_from_the_bound(capsys):
+def test_auto_prints_its_candidates_and_its_distance_from_the_bound(capsys):
     said = ask_json(capsys, f"show schedule=auto mesh=1x8 schedule.num_microbatches=32 {UNIT}")
     assert said["makespan_s"] == said["auto"]["lower_bound_s"] == 97.75
     assert said["auto"]["gap_fraction"] == 0
@@ -233,7 +233,7 @@ def test_auto_says_what_it_chose_from_and_how_far_it_is_from_the_bound(capsys):
     assert re.search(r"and \d+ of \d+ V-shaped building blocks", text)
 
 
-def test_a_cap_in_gib_is_searched_and_said(capsys):
+def test_a_cap_in_gib_is_searched_and_printed(capsys):
     costs = "costs.activation_gib=0.5 costs.fixed_gib=4"
     line = f"mesh=1x4 schedule.num_microbatches=6 {costs}"
     said = ask_json(
@@ -255,7 +255,7 @@ def test_auto_keeps_to_its_settings(capsys):
     assert max(said["peak_activations"]) <= 4
 
 
-def test_a_schedule_of_ones_own_is_a_choice_like_any_other(capsys):
+def test_a_schedule_of_the_user_is_an_option(capsys):
     ask(capsys, "show schedule=zb_v mesh=1x2 schedule.num_microbatches=5 --out mine.csv")
     said = ask_json(capsys, "show schedule=csv schedule.path=mine.csv mesh=1x2")
     own = ask_json(capsys, "show schedule=zb_v mesh=1x2 schedule.num_microbatches=5")
@@ -267,7 +267,7 @@ def test_a_schedule_of_ones_own_is_a_choice_like_any_other(capsys):
     )
 
 
-def test_the_sizes_of_a_schedule_are_those_of_its_file(capsys):
+def test_a_schedule_in_a_file_sets_its_sizes(capsys):
     ask(capsys, "show schedule=zb_v mesh=1x3 schedule.num_microbatches=6 --out mine.csv")
     words = ["schedule=csv", "schedule.path=mine.csv"]
     shown = ask_json(capsys, f"show {' '.join(words)}")
@@ -279,7 +279,7 @@ def test_the_sizes_of_a_schedule_are_those_of_its_file(capsys):
 
 
 @pytest.mark.parametrize("mesh", ["mesh=2x4", "mesh.pp=4"])
-def test_stated_ranks_are_not_changed_to_those_of_a_file(mesh, capsys):
+def test_a_file_does_not_change_stated_ranks(mesh, capsys):
     ask(capsys, "show schedule=zb_v mesh=1x3 schedule.num_microbatches=6 --out mine.csv")
     assert (
         compose(["schedule=csv", "schedule.path=mine.csv", mesh, "data.batch_size=12"]).mesh.pp == 4

@@ -43,7 +43,7 @@ def test_ranks_that_hold_less_than_the_fullest_count_so(capsys):
     assert cells[8, 32]["makespan_s"] == 101.25
 
 
-def test_sizes_that_a_schedule_refuses_are_gaps_and_said(capsys):
+def test_sizes_that_a_schedule_refuses_are_gaps_with_a_note(capsys):
     line = "schedule=interleaved --ranks 3,4 --microbatches 4,6"
     found, cells = curves(capsys, line)
     assert sorted(cells) == [(3, 6), (4, 4)]

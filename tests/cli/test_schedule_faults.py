@@ -99,7 +99,9 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("line", "message"), FAULTS, ids=[line for line, _ in FAULTS])
-def test_a_wrong_request_is_one_line_and_exit_code_2(line, message, capsys, in_empty_directory):
+def test_a_wrong_request_is_refused_in_one_line_with_exit_code_2(
+    line, message, capsys, in_empty_directory
+):
     assert cli.main(["schedule", *line.split()]) == 2
     out, err = capsys.readouterr()
     assert err.startswith("ppctl: ")
@@ -108,7 +110,7 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(line, message, capsys, in_e
     assert (bool(out), list(in_empty_directory.iterdir())) == ("--json" in line.split(), [])
 
 
-def test_a_file_that_is_not_text_is_one_line(capsys, in_empty_directory):
+def test_a_binary_file_is_refused_in_one_line(capsys, in_empty_directory):
     (in_empty_directory / "bytes.csv").write_bytes(b"\xff\xff")
     assert cli.main(["schedule", "check", "bytes.csv"]) == 2
     assert (
@@ -185,7 +187,9 @@ def test_other_commands_refuse_assumed_costs(line, capsys, in_empty_directory):
         ),
     ],
 )
-def test_what_auto_and_csv_cannot_do_is_said_in_a_line(line, what, in_empty_directory, capsys):
+def test_impossible_requests_of_auto_and_csv_are_refused_in_one_line(
+    line, what, in_empty_directory, capsys
+):
     (in_empty_directory / "mine.csv").write_text("0F0,0B0\n1F0,1B0\n")
     (in_empty_directory / "bad.csv").write_text("0B0,0F0\n1F0,1B0\n")
     assert cli.main(["schedule", *line.split()]) == 2

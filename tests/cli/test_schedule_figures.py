@@ -42,7 +42,7 @@ def test_figures_are_pdf_too(line, capsys, empty_directory):
     assert "--format pdf is not text. Add --out FILE.pdf." in ask(capsys, f"{line} --format pdf", 2)
 
 
-def test_a_file_is_compared_with_families_at_its_own_size(capsys):
+def test_a_file_is_compared_with_families_at_its_size(capsys):
     ask(capsys, "show schedule=zb_h1 mesh=1x3 schedule.num_microbatches=5 --out mine.csv")
     rows = json.loads(ask(capsys, "compare mine.csv zb_h1 1f1b --json"))
     assert [row["label"] for row in rows] == ["mine.csv", "zb_h1", "1f1b"]
@@ -87,7 +87,7 @@ def test_a_file_is_compared_with_families_at_its_own_size(capsys):
         ),
     ],
 )
-def test_what_cannot_be_compared_or_drawn_is_said_in_a_line(line, message, capsys):
+def test_impossible_comparisons_and_figures_are_refused_in_one_line(line, message, capsys):
     for name, number in (("mine", 4), ("other", 6)):
         ask(
             capsys,
@@ -98,7 +98,7 @@ def test_what_cannot_be_compared_or_drawn_is_said_in_a_line(line, message, capsy
     assert said.count("\n") == 1
 
 
-def test_the_legend_says_how_many_tasks_a_column_holds(capsys):
+def test_the_legend_has_the_number_of_tasks_in_a_column(capsys):
     said = ask(
         capsys, "show schedule=gpipe mesh=1x2 schedule.num_microbatches=99"
     )  # 300 s in 96 columns

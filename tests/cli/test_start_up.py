@@ -27,14 +27,14 @@ def test_help_imports_neither_jax_nor_hydra(words, tmp_path):
     assert imported(code, (*NO_JAX, *LATE), tmp_path)[-1] == "[]"
 
 
-def test_the_commands_import_late_what_they_need_late(tmp_path):
+def test_commands_import_their_large_packages_late(tmp_path):
     modules = ("train", "plan", "tune", "verify", "bench", "inspect", "rehearse")
     code = f"from importlib import import_module\nfor name in {modules}:\n"
     code += "    import_module(f'ppctl.cli.commands.{name}')\nshow()"
     assert imported(code, LATE, tmp_path)[-1] == "[]"
 
 
-def test_a_run_without_tensorboard_imports_none_of_them_before_its_first_step_ends(tmp_path):
+def test_a_run_without_tensorboard_imports_no_tracker_in_its_first_step(tmp_path):
     code = """
 from ppctl.training.run.loop import Loop
 step = Loop._train_step

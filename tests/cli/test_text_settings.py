@@ -44,7 +44,7 @@ def test_every_setting_with_a_text_as_default_is_a_text_setting():
     assert not numbers & text_settings()
 
 
-def test_texts_of_a_sweep_are_those_typed(tmp_path, monkeypatch):
+def test_texts_of_a_sweep_are_kept_as_typed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     jobs = compose_sweep(["data=text", "data.path=2026_11_25,12e4567,a"], None, ["train"]).jobs
     typed = ["2026_11_25", "12e4567", "a"]
@@ -56,7 +56,7 @@ def test_texts_of_a_sweep_are_those_typed(tmp_path, monkeypatch):
     assert again == typed
 
 
-def test_texts_of_a_recipe_are_those_written(tmp_path):
+def test_texts_of_a_recipe_are_kept_as_written(tmp_path):
     (tmp_path / "recipes").mkdir()
     (tmp_path / "data").mkdir()
     (tmp_path / "data/mine.yaml").write_text(

@@ -40,7 +40,7 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.mark.full
-def test_what_it_writes_trains_a_model(here, capsys):
+def test_tokens_written_by_tokenize_train_a_model(here, capsys):
     assert (
         main(
             [
@@ -133,7 +133,7 @@ def test_mistakes_are_refused_with_the_remedy(here, capsys, words, message):
     assert message in capsys.readouterr().err
 
 
-def test_text_that_is_none_is_refused(here, capsys):
+def test_empty_and_binary_files_are_refused(here, capsys):
     (here / "empty.txt").touch()
     (here / "binary.txt").write_bytes(b"a\0")
     for name, reason in (("empty.txt", "is empty"), ("binary.txt", "is not text: byte 1 is 0")):

@@ -65,7 +65,7 @@ def test_right_gradients_pass_in_float64(capsys):
 
 
 @pytest.mark.full
-def test_gradients_are_compared_in_the_dtype_that_is_asked_for(capsys):
+def test_gradients_are_compared_in_the_requested_dtype(capsys):
     single = replace(TINY, run=config.Run(dtype="float32"))
     assert verify.verify(single, as_json=True) == 0
     assert json.loads(capsys.readouterr().out)["dtype"] == "float32"

@@ -216,7 +216,7 @@ def test_a_planted_fault_is_found(request_, fault, monkeypatch, capsys):
 
 
 @pytest.mark.full
-def test_gradients_that_are_nothing_but_rounding_are_equal(capsys):
+def test_gradients_of_only_rounding_errors_are_equal(capsys):
     """Of one token attention is 1: the gradients of queries and keys are 0, over tp exactly."""
     model = config.Transformer(
         num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, seq_len=1, attention="chunked"
@@ -234,7 +234,7 @@ def test_gradients_that_are_nothing_but_rounding_are_equal(capsys):
 
 
 @pytest.mark.full
-def test_what_is_wrong_is_marked(monkeypatch, capsys):
+def test_errors_above_the_tolerance_are_marked(monkeypatch, capsys):
     layers_of_a_rank_that_stay(monkeypatch)
     assert verify.verify(SPMD, as_json=False) == 1
     shown = capsys.readouterr().out

@@ -208,7 +208,7 @@ def test_python_runs(pages, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_tutorial_prints_what_it_shows():
+def test_the_tutorial_shows_the_printed_outputs():
     """`make tutorial` writes new outputs."""
     page = TEXTS[TUTORIAL]
     for cell, output in zip(tutorial.cells(page), tutorial.run(page), strict=True):
@@ -310,7 +310,7 @@ def test_every_family_stands_in_the_schedule_table():
     )
 
 
-def test_the_schedule_table_says_what_lockstep_costs():
+def test_the_schedule_table_has_the_cost_of_lockstep():
     costs, found = (
         Costs(),
         dict(re.findall(r"^\| `(\w+)`.* \| ([^|]+) \|$", TEXTS["docs/schedules.md"], re.MULTILINE)),

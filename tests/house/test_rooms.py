@@ -146,7 +146,7 @@ def test_schedules_and_settings_need_the_standard_library_only():
     assert not found, "\n".join(found)
 
 
-def test_what_starts_no_jax_imports_none():
+def test_modules_without_jax_do_not_import_it():
     found = [
         f"{module}: {name}"
         for module in FILES
@@ -178,7 +178,7 @@ def test_matplotlib_is_imported_for_figures_only():
     assert not found
 
 
-def test_no_file_uses_what_jax_keeps_private():
+def test_no_file_uses_private_names_of_jax():
     found = [
         f"{module}: {name}" for module in FILES for name in imported(module) if is_in(name, PRIVATE)
     ]

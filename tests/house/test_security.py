@@ -72,7 +72,7 @@ def imported(tree):
             yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
 
 
-def test_no_reader_can_execute_what_it_reads():
+def test_no_reader_executes_its_input():
     found = []
     for file, tree in TREES.items():
         found += [f"{file} imports {name}" for name in imported(tree) if name in MODULES]
@@ -123,7 +123,7 @@ def snapshot(directory):
 @pytest.mark.parametrize(
     "name", ["config.yaml", "status.jsonl", "metrics.jsonl", "memory.json", "checkpoints/1"]
 )
-def test_training_writes_nothing_out_of_its_run_directory(tmp_path, capsys, name):
+def test_training_writes_only_to_its_run_directory(tmp_path, capsys, name):
     outside, run = tmp_path / "outside", tmp_path / "run"
     (outside / "there").mkdir(parents=True)
     (outside / "there/precious").write_text("precious\n")
@@ -140,7 +140,7 @@ def test_training_writes_nothing_out_of_its_run_directory(tmp_path, capsys, name
 
 
 @pytest.mark.parametrize("name", ["sweep.json", "optim.lr=0.1/output.log"])
-def test_a_sweep_writes_nothing_out_of_its_directory(tmp_path, capsys, name):
+def test_a_sweep_writes_only_to_its_directory(tmp_path, capsys, name):
     (tmp_path / "precious").write_text("precious\n")
     sweep = tmp_path / "sweep"
     (sweep / name).parent.mkdir(parents=True)
@@ -155,7 +155,7 @@ def test_a_sweep_writes_nothing_out_of_its_directory(tmp_path, capsys, name):
     assert os.listdir(sweep) == [name.partition("/")[0]]
 
 
-def test_a_run_directory_and_a_schedule_import_nothing(tmp_path, monkeypatch, capsys):
+def test_reading_a_run_directory_or_a_schedule_imports_no_module(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "evil.py").write_text("import pathlib\npathlib.Path('made').touch()\n")
     run = tmp_path / "runs/a"
@@ -181,7 +181,7 @@ def test_a_run_directory_and_a_schedule_import_nothing(tmp_path, monkeypatch, ca
 
 
 @pytest.mark.parametrize("flags", [["--cfg", "job"], ["mesh=1x3"]], ids=" ".join)
-def test_a_config_instantiates_nothing(tmp_path, monkeypatch, capsys, flags):
+def test_a_config_instantiates_no_class(tmp_path, monkeypatch, capsys, flags):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "evil.py").write_text(

@@ -92,7 +92,7 @@ def test_hard_patterns_are_rare():
     assert not above, "\n".join(f"{rule}\n  {where}" for rule, where in found if rule in above)
 
 
-def test_the_first_texts_that_users_read_have_none():
+def test_the_first_texts_that_users_read_have_no_hard_pattern():
     readme = ("README.md", (ROOT / "README.md").read_text())
     found = [
         each for place, text in (readme, *public_docstrings()) for each in found_in(place, text)
@@ -100,7 +100,7 @@ def test_the_first_texts_that_users_read_have_none():
     assert not found, "\n".join(f"{rule}: {where}" for rule, where in found)
 
 
-def test_the_patterns_find_what_they_are_for():
+def test_each_pattern_finds_its_example():
     examples = (
         "Return what is kept",
         "this is none of ours",

@@ -129,7 +129,7 @@ def test_lines_of_the_quickstart_compose(place):
         assert compose(words, folder).data.tokenizer == "runs/smollm2/source"
 
 
-def test_what_ids_of_an_unknown_tokenizer_stand_for_is_not_guessed(place, capsys):
+def test_ids_of_an_unknown_tokenizer_are_not_decoded(place, capsys):
     (place / "model/tokenizer.json").unlink()
     run("ppctl import DIR --out RUN_DIR", 0, capsys)
     for line, message in (

@@ -42,7 +42,7 @@ def umask():
 
 
 @pytest.mark.parametrize("name", full_except(NAMES, "llama3", "qwen2", "mixtral", "glm4_moe"))
-def test_what_is_imported_is_exported_bit_for_bit(name, tmp_path):
+def test_imported_parameters_are_exported_bit_for_bit(name, tmp_path):
     run, out = tmp_path / "run", tmp_path / "out"
     import_model(FOLDER / name, run)
     export_model(run, out)
@@ -67,7 +67,7 @@ def test_what_is_imported_is_exported_bit_for_bit(name, tmp_path):
 
 
 @pytest.mark.full
-def test_training_goes_on_from_imported_parameters(tmp_path, monkeypatch):
+def test_training_starts_from_imported_parameters(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["import", str(FOLDER / "llama2"), "--out", "llama"]) == 0
     words = [
@@ -98,7 +98,7 @@ def test_training_goes_on_from_imported_parameters(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_parameters_of_another_model_and_none_are_refused(tmp_path, monkeypatch, capsys):
+def test_run_start_from_refuses_another_model_and_a_missing_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     import_model(FOLDER / "llama2", tmp_path / "llama")
     small = [
@@ -160,7 +160,7 @@ def test_the_host_holds_one_leaf_at_a_time(copy, tmp_path, monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
-def test_transformers_loads_what_is_exported_and_has_the_same_logits(name, tmp_path):
+def test_transformers_loads_an_export_and_has_the_same_logits(name, tmp_path):
     transformers, torch = (pytest.importorskip(module) for module in ("transformers", "torch"))
     import_model(FOLDER / name, tmp_path / "run")
     export_model(tmp_path / "run", tmp_path / "out")

@@ -44,7 +44,7 @@ MIXTURE_MISTAKES = [  # a golden mixture, changes of its config.json, the messag
 
 
 @pytest.mark.parametrize(("name", "change", "message"), MIXTURE_MISTAKES)
-def test_what_is_no_mixture_of_ours_is_refused_in_a_line(name, change, message):
+def test_unsupported_mixtures_are_refused_in_one_line(name, change, message):
     with pytest.raises(ConfigError, match=message) as caught:
         model_settings({**config_of(name), **change})
     assert "\n" not in str(caught.value)

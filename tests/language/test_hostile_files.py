@@ -67,7 +67,7 @@ SAFETENSORS = {
 
 
 @pytest.mark.parametrize("case", SAFETENSORS)
-def test_a_damaged_safetensors_file_is_one_line(case, tmp_path):
+def test_a_damaged_safetensors_file_is_refused_in_one_line(case, tmp_path):
     directory = tmp_path / "model"
     shutil.copytree(MODEL, directory)
     (directory / "model.safetensors").write_bytes(SAFETENSORS[case])
@@ -84,7 +84,7 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
-def test_what_is_no_file_is_named(name, place, tmp_path):
+def test_special_files_in_place_of_a_models_files_are_named(name, place, tmp_path):
     directory = tmp_path / "model"
     shutil.copytree(MODEL, directory)
     (directory / name).unlink(missing_ok=True)
@@ -95,14 +95,14 @@ def test_what_is_no_file_is_named(name, place, tmp_path):
 @pytest.mark.parametrize(
     "names", ["[" * 100_000, json.dumps({"weight_map": {HEAD: "a" * 5000}}), '{"weight_map": [1]}']
 )
-def test_an_index_that_names_no_files_is_one_line(names, tmp_path):
+def test_an_index_without_files_is_refused_in_one_line(names, tmp_path):
     directory = tmp_path / "model"
     shutil.copytree(MODEL, directory)
     (directory / "model.safetensors.index.json").write_text(names)
     assert "index" in refused(directory, tmp_path / "run")
 
 
-def test_a_tensor_in_two_files_is_one_line(tmp_path):
+def test_a_tensor_in_two_files_is_refused_in_one_line(tmp_path):
     directory = tmp_path / "model"
     shutil.copytree(MODEL, directory)
     for part in (1, 2):
@@ -125,7 +125,7 @@ def test_a_tensor_in_two_files_is_one_line(tmp_path):
         {"rms_norm_eps": "x"},
     ],
 )
-def test_sizes_of_no_model_are_one_line(settings, tmp_path):
+def test_impossible_sizes_of_a_model_are_refused_in_one_line(settings, tmp_path):
     directory = tmp_path / "model"
     shutil.copytree(MODEL, directory)
     before = json.loads((directory / "config.json").read_text())
@@ -234,7 +234,7 @@ GGUF = {
 
 
 @pytest.mark.parametrize("case", GGUF)
-def test_a_damaged_gguf_file_is_one_line(case, tmp_path):
+def test_a_damaged_gguf_file_is_refused_in_one_line(case, tmp_path):
     pytest.importorskip("gguf")
     (tmp_path / "model.gguf").write_bytes(gguf(**GGUF[case]))
     assert "\n" not in refused(tmp_path / "model.gguf", tmp_path / "run")
@@ -269,7 +269,7 @@ def test_keys_of_a_gguf_file_without_effect_are_accepted(tmp_path):
 
 
 @pytest.mark.parametrize("size", [0, 10, 100, 1000, -10])
-def test_a_gguf_file_that_is_cut_short_is_one_line(size, tmp_path):
+def test_a_truncated_gguf_file_is_refused_in_one_line(size, tmp_path):
     pytest.importorskip("gguf")
     (tmp_path / "model.gguf").write_bytes(gguf()[:size])
     assert "model.gguf cannot be read as GGUF: " in refused(
@@ -280,7 +280,7 @@ def test_a_gguf_file_that_is_cut_short_is_one_line(size, tmp_path):
 # --- all or nothing -------------------------------------------------------------------------------
 
 
-def test_a_tensor_that_is_not_finite_leaves_nothing(tmp_path):
+def test_a_non_finite_tensor_is_refused_and_leaves_no_directory(tmp_path):
     from safetensors.numpy import save_file
 
     directory = tmp_path / "model"
@@ -393,7 +393,7 @@ TOKENIZERS = {
 
 
 @pytest.mark.parametrize("case", TOKENIZERS)
-def test_a_damaged_tokenizer_is_one_line(case, tmp_path):
+def test_a_damaged_tokenizer_is_refused_in_one_line(case, tmp_path):
     changes = TOKENIZERS[case]
     text = changes
     if not isinstance(changes, str):
@@ -414,7 +414,7 @@ def test_a_damaged_tokenizer_is_one_line(case, tmp_path):
 
 
 @pytest.mark.parametrize("settings", ["[1]", "[" * 100_000, '{"chat_template": 3}'])
-def test_damaged_settings_of_a_tokenizer_are_one_line(settings, tmp_path):
+def test_damaged_settings_of_a_tokenizer_are_refused_in_one_line(settings, tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": BPE}))
     (tmp_path / "tokenizer_config.json").write_text(settings)
     with pytest.raises(DataError, match="Restore"):
@@ -448,7 +448,7 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("case", TEMPLATES)
-def test_a_template_reaches_nothing_and_ends(case):
+def test_a_template_reaches_no_objects_and_terminates(case):
     messages = [{"role": "user", "content": "hello"}]
     with pytest.raises(DataError, match=r"the chat template fails \(.*\)\. Correct it") as caught:
         render_question(ChatTemplate(TEMPLATES[case]), messages)

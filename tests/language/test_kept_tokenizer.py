@@ -139,7 +139,7 @@ def test_another_tokenizer_than_that_of_the_start_is_noted(tmp_path, monkeypatch
 
 
 @pytest.mark.full
-def test_a_run_whose_tokenizer_moved_goes_on_with_its_own(tmp_path, monkeypatch, capsys):
+def test_a_run_whose_tokenizer_moved_resumes_with_its_copy(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text(TEXT)
     assert cli.main(["tokenize", "text.txt", "--vocab-size", "270", "--out", "t"]) == 0

@@ -38,13 +38,13 @@ def assert_summaries(tensors, expected, kind, within):
 
 
 @pytest.mark.parametrize("name", full_except(NAMES, "llama3", "qwen2", "glm4_moe", "olmoe"))
-def test_logits_loss_and_gradients_are_those_of_transformers_in_float64(name):
+def test_logits_loss_and_gradients_equal_transformers_in_float64(name):
     compare(name, "float64", 1e-9, 1e-10, 1e-8)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_loss_and_gradients_are_those_of_transformers_in_float32(name):
+def test_logits_loss_and_gradients_equal_transformers_in_float32(name):
     compare(name, "float32", 1e-4, 1e-5, 1e-5)
 
 
@@ -107,7 +107,7 @@ def five_steps(name, mesh, dtype, **request):
 # about 1e-8
 @pytest.mark.parametrize("name", full_except([*PIPELINES], "llama3"))
 @pytest.mark.parametrize(("dtype", "within"), [("float32", 1e-4), full(("float64", 1e-6))])
-def test_five_steps_of_a_pipeline_are_those_of_a_pytorch_loop(name, dtype, within):
+def test_five_steps_of_a_pipeline_equal_a_pytorch_loop(name, dtype, within):
     expected = expected_of(name)
     losses, norms, params = five_steps(name, dtype=dtype, **PIPELINES[name])
     wanted = expected[f"steps_losses_{dtype}"]

@@ -111,7 +111,7 @@ def test_prompts_of_unequal_lengths_read_piece_by_piece(name, dtype, record_prop
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2", "gemma3", "glm4_moe"])
-def test_five_steps_of_ppctl_train_from_an_import_are_those_of_a_pytorch_loop(
+def test_five_steps_of_ppctl_train_from_an_import_equal_a_pytorch_loop(
     name, tmp_path, monkeypatch, record_property
 ):
     import torch

@@ -172,7 +172,7 @@ def test_the_page_of_a_run_of_adapters_draws_its_costs(base, capsys):
 
 
 @pytest.mark.full
-def test_a_run_of_adapters_goes_on_in_another(base, capsys):
+def test_a_run_starts_from_the_adapters_of_another(base, capsys):
     """With its adapters and its base, and moments of zero; other adapters are refused."""
     assert train(*LORA, *ALONE, "run.num_steps=2") == 0
     second = [*ALONE, "run.num_steps=1", "run.name=second", "run.start_from=runs/base-trained"]

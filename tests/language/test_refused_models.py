@@ -65,7 +65,7 @@ MISTAKES = [  # changes of config.json, of tensors, what is said
 @pytest.mark.parametrize(
     ("config", "tensors", "message"), MISTAKES, ids=[message[:30] for *_, message in MISTAKES]
 )
-def test_what_is_no_model_of_ours_is_refused_in_a_line(config, tensors, message, copy, tmp_path):
+def test_unsupported_models_are_refused_in_one_line(config, tensors, message, copy, tmp_path):
     directory, before, own, write = copy
     write({**before, **config}, None if tensors is None else tensors(own))
     with pytest.raises(ConfigError, match=message) as caught:
@@ -101,7 +101,7 @@ UNREAD = [  # changes of config.json: keys that change the function, values that
 
 
 @pytest.mark.parametrize(("change", "message"), UNREAD, ids=[str(change) for change, _ in UNREAD])
-def test_a_key_that_nobody_reads_and_a_value_of_a_wrong_type_are_refused(change, message):
+def test_unread_keys_and_values_of_a_wrong_type_are_refused(change, message):
     before = json.loads((FOLDER / "llama2/config.json").read_text())
     with pytest.raises(ConfigError, match=message) as caught:
         model_settings({**before, **change})
@@ -155,7 +155,7 @@ def test_places_that_are_no_models_are_refused(copy, tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
-def test_files_next_to_the_one_that_is_meant_are_not_read(copy, tmp_path):
+def test_only_the_model_file_of_a_directory_is_read(copy, tmp_path):
     """The index, else model.safetensors, else its numbered parts, else exactly one file."""
     directory, _, tensors, _ = copy
     model, index = directory / "model.safetensors", directory / "model.safetensors.index.json"

@@ -56,7 +56,7 @@ def greedy(imported):
     return json.loads(ppctl("generate", str(imported), *words, "--json"))["completions"][0]
 
 
-def test_its_greedy_text_is_english(greedy):
+def test_the_greedy_text_of_smollm2_is_english(greedy):
     assert greedy["text"].startswith(" small town nestled in the heart of a bustling city.")
     assert len(greedy["tokens"]) == 24
 
@@ -74,13 +74,13 @@ def evaluated(imported):
     return json.loads(ppctl("evaluate", str(imported), *words, "--json"))
 
 
-def test_its_perplexity_is_the_one_on_record(evaluated):
+def test_the_perplexity_of_smollm2_equals_the_recorded_one(evaluated):
     assert evaluated["num_tokens"] == NUM_TOKENS
     assert abs(evaluated["loss"] - LOSS) < WITHIN
     assert evaluated["perplexity"] == pytest.approx(math.exp(evaluated["loss"]))
 
 
-def test_its_perplexity_and_greedy_text_are_those_of_transformers(
+def test_perplexity_and_greedy_text_of_smollm2_equal_transformers(
     file, imported, evaluated, greedy
 ):
     for module in ("torch", "transformers", "accelerate"):

@@ -34,9 +34,7 @@ KILLS = {
 @pytest.mark.full
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the processes in /proc")
 @pytest.mark.parametrize("name", KILLS)
-def test_kill_9_of_any_process_leaves_none_and_costs_at_most_what_the_last_checkpoint_lacks(
-    name, tmp_path
-):
+def test_kill_9_ends_all_processes_and_loses_only_steps_since_the_checkpoint(name, tmp_path):
     rounds = KILLS[name]
     wanted = [turn.victim for turn in rounds for _ in range(turn.kills or 0)]
     done, chains = chaos(rounds, len(wanted), random.Random(0), tmp_path, num_steps=24)

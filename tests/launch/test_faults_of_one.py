@@ -101,7 +101,7 @@ def said_of(started, what):
 
 
 @pytest.mark.full
-def test_a_full_disk_of_one_costs_one_checkpoint_and_a_flipped_byte_another(tmp_path):
+def test_a_full_disk_of_one_process_loses_a_checkpoint_and_a_flipped_byte_another(tmp_path):
     run_dir = tmp_path / "run"
     words = (*SETTINGS, "run.checkpoint.on_failure=continue")
     with processes(2, run_dir, *words, programs={0: PLAIN, 1: FULL}) as started:
@@ -147,7 +147,7 @@ def test_a_full_disk_of_the_first_process_ends_both(tmp_path):
 
 
 @pytest.mark.full
-def test_a_directory_that_one_cannot_write_ends_both_before_anything_is_compiled(tmp_path):
+def test_a_directory_that_a_process_cannot_write_ends_both_before_compilation(tmp_path):
     run_dir = tmp_path / "run"
     with processes(2, run_dir, *SETTINGS, programs={0: PLAIN, 1: READ_ONLY}) as started:
         assert [process.end(timeout_s=100) for process in started] == [2, 2]
@@ -160,7 +160,7 @@ def test_a_directory_that_one_cannot_write_ends_both_before_anything_is_compiled
     assert said_of(started, "compiling") == said_of(started, "Traceback") == []
 
 
-def test_a_batch_that_one_cannot_read_ends_both_after_a_save_of_the_step_before(tmp_path):
+def test_an_unreadable_batch_of_one_process_ends_both_after_saving_the_step_before(tmp_path):
     """Both ended at once, and lost all steps since the last save."""
     run_dir = tmp_path / "run"
     settings = (*SETTINGS[:-2], "run.checkpoint.every=null", "model.d_model=8")

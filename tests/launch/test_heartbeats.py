@@ -10,7 +10,7 @@ from ppctl.reports.run_files import FAILED_FILE
 from ppctl.training.run.heartbeat import Heartbeat, late_text
 
 
-def test_what_the_service_of_newer_versions_says_over_several_lines_is_dropped():
+def test_messages_of_newer_coordination_services_over_several_lines_are_dropped():
     printed = """E1121 22:20:01.123456   12345 coordination_service_agent.cc:353] Polled an error
 :UNAVAILABLE:Stream removed (Socket closed)
 === Source Location Trace: ===
@@ -108,18 +108,18 @@ def note(step, doing, since, at=100.0):
         ([note(0, "start", 40), None], "process 1 is slow: no heartbeat; 1 of 2 processes wait."),
     ],
 )
-def test_who_is_behind_is_named(notes, line):
+def test_slow_processes_are_named(notes, line):
     assert late_text(dict(enumerate(notes)), 100.0, silent_after_s=30.0).startswith(line)
 
 
-def test_nobody_is_slow_while_all_compile():
+def test_no_process_counts_as_slow_while_all_compile():
     assert (
         late_text({0: note(0, "compile", 1), 1: note(0, "compile", 2)}, 100.0, silent_after_s=30.0)
         is None
     )
 
 
-def test_what_all_processes_find_wrong_is_told_by_the_first_to_find_it(tmp_path):
+def test_the_first_process_to_find_a_common_fault_prints_it(tmp_path):
     first, second, third = (
         Heartbeat(tmp_path, process=i, num_processes=4, slow_after_s=60.0) for i in (1, 2, 3)
     )

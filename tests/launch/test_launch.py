@@ -125,7 +125,7 @@ def wait_until(reached, timeout_s=20.0):
 # --- output -------------------------------------------------------------------------------------
 
 
-def test_every_line_arrives_once_in_order_behind_its_childs_number(tmp_path):
+def test_every_line_arrives_once_in_order_after_its_childs_number(tmp_path):
     count = 20_000  # a MB each: far more than a pipe holds
     script = f"""
 for i in range({count}):
@@ -149,7 +149,7 @@ print("no newline at the end", end="")
     assert (len(out), len(err)) == (3 * (count + 1), 3 * count)
 
 
-def test_with_json_the_leads_stdout_is_untouched_and_alone(tmp_path):
+def test_with_json_only_the_leads_stdout_is_printed_unchanged(tmp_path):
     script = "print('{\"a\": 1}'); print('to a person', file=sys.stderr)"
     with Group(tmp_path, script, script, raw_lead=True) as group:
         ending, out, err = group.end()
@@ -157,7 +157,7 @@ def test_with_json_the_leads_stdout_is_untouched_and_alone(tmp_path):
     assert sorted(err) == ["[0] to a person", "[1] to a person", '[1] {"a": 1}']
 
 
-def test_one_process_alone_has_its_output_to_itself(tmp_path):
+def test_a_single_process_has_unchanged_output(tmp_path):
     with Group(
         tmp_path, "print('a'); print('b', file=sys.stderr); os.kill(os.getpid(), 9)"
     ) as group:
@@ -166,7 +166,7 @@ def test_one_process_alone_has_its_output_to_itself(tmp_path):
     assert ending == Ending(137, False, "process 0 of 1 was killed by SIGKILL")
 
 
-def test_a_reader_that_leaves_ends_the_group(tmp_path):
+def test_a_closed_pipe_ends_all_processes(tmp_path):
     with Group(tmp_path, "while True: print('x' * 100)", HANG) as group:
         group.popen.stdout.readline()
         group.popen.stdout.close()
@@ -223,7 +223,7 @@ def test_the_cause_is_not_the_child_that_only_noticed(tmp_path):
     assert ending == Ending(139, False, "process 2 of 3 was killed by SIGSEGV")
 
 
-def test_one_that_finishes_has_the_others_finish(tmp_path):
+def test_all_processes_finish_after_the_first_one(tmp_path):
     with Group(tmp_path, "pass", "time.sleep(0.5); print('done')") as group:
         assert group.end()[:2] == (Ending(0, False, None), ["[1] done"])
     with Group(tmp_path, HANG, "pass", exit_grace_s=0.3) as group:
@@ -310,9 +310,7 @@ def test_too_few_visible_gpus_are_refused():
         device_groups(2, Mesh(2, 4), None, {"CUDA_VISIBLE_DEVICES": "0,1"})
 
 
-def test_each_process_learns_its_number_and_devices_and_meets_the_others_without_a_proxy(
-    monkeypatch,
-):
+def test_each_process_gets_its_number_and_devices_and_joins_without_a_proxy(monkeypatch):
     monkeypatch.delenv("no_grpc_proxy", raising=False)
     monkeypatch.setenv("no_proxy", "10.0.0.1")
     words = ["train", "--json", "mesh=2x4", "launch.processes=2"]
@@ -330,7 +328,7 @@ def test_each_process_learns_its_number_and_devices_and_meets_the_others_without
     ]
 
 
-def test_run_resume_never_holds_for_what_was_there_before():
+def test_run_resume_never_becomes_auto_once_the_run_has_begun():
     words = ["train", "run.resume=never"]
     for goes_on in (True, False):
         [child] = children(words, [None], goes_on=goes_on)

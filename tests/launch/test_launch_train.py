@@ -101,7 +101,9 @@ def two_processes(tmp_path_factory):
 
 
 @pytest.mark.full
-def test_after_kill_9_of_a_process_the_run_goes_on_by_itself_bit_for_bit(tmp_path, two_processes):
+def test_after_kill_9_of_a_process_the_run_restarts_and_continues_bit_for_bit(
+    tmp_path, two_processes
+):
     run_dir = tmp_path / "run"
     with Launch(run_dir, "launch.processes=2", "launch.max_restarts=1") as launch:
         launch.wait_until(lambda: len(records(run_dir)) > EVERY + 5)
@@ -140,9 +142,7 @@ def test_a_process_killed_while_all_compile_ends_the_run_with_its_name(tmp_path)
     assert not any(map(is_there, processes))
 
 
-def test_a_stop_request_saves_the_same_step_on_all_and_one_process_goes_on_as_one_would(
-    tmp_path, capsys
-):
+def test_a_stop_request_saves_a_common_step_and_one_process_can_resume_it(tmp_path, capsys):
     run_dir, alone_dir = tmp_path / "run", tmp_path / "alone"
     same = (
         "optim.warmup_steps=0",

@@ -88,7 +88,7 @@ def test_a_search_is_summed_up():
     ] * 4
 
 
-def test_a_search_goes_on_where_it_ended():
+def test_a_search_resumes_where_it_ended():
     first, _, _ = searched(n_trials=3)
     again, outcomes, _ = searched(n_trials=5, side=2)
     assert [job.name for job in again[:3]] == [job.name for job in first]
@@ -112,7 +112,7 @@ def test_jobs_that_broke_off_run_again_with_their_values(monkeypatch):
     assert all(trial.state.is_finished() for trial in study.trials)
 
 
-def test_a_run_that_diverges_is_the_worst_there_is(monkeypatch):
+def test_a_run_that_diverges_is_the_worst_result(monkeypatch):
     monkeypatch.setattr(local_jobs, "job_command", lambda job: [*FAST, "raise SystemExit(4)"])
     _, outcomes, study = searched(n_trials=1)
     assert outcomes == ["failed"]
@@ -149,7 +149,7 @@ def test_values_that_are_impossible_together_are_no_trial():
     assert [trial.state.name for trial in study.trials] == ["FAIL"] * 2
 
 
-def test_nothing_is_tried_twice():
+def test_no_request_is_tried_twice():
     jobs, outcomes, _ = searched(
         space={"optim.lr": CategoricalDistribution(("0.1", "0.2"))}, n_trials=10
     )
@@ -204,7 +204,7 @@ def test_a_number_that_runs_do_not_record():
         ("tag(log,int(interval(1,64)))", IntDistribution(1, 64, log=True)),
     ],
 )
-def test_what_is_typed_is_what_is_searched(text, expected):
+def test_a_search_covers_exactly_the_typed_values(text, expected):
     assert distribution(OverridesParser.create().parse_override(f"x={text}")) == expected
 
 
@@ -238,7 +238,7 @@ def test_what_is_typed_is_what_is_searched(text, expected):
         ),  # not when it is that value's turn
     ],
 )
-def test_what_cannot_be_searched_is_said_at_once(words, message):
+def test_impossible_searches_are_refused_before_any_job(words, message):
     with pytest.raises(ConfigError, match=message) as error:
         compose_sweep(["hydra/sweeper=optuna", *words.split()], None, ["train"])
     assert "\n" not in str(error.value)

@@ -54,7 +54,7 @@ def assert_losses_of_one_process(run_dir, alone_dir, num_steps):
 
 
 @pytest.mark.full
-def test_four_processes_stop_at_the_same_step_and_two_go_on_as_one_would(tmp_path):
+def test_four_processes_stop_at_the_same_step_and_two_resume_it(tmp_path):
     with processes(4, tmp_path / "run", "mesh=2x2", "run.num_steps=100000") as started:
         started[0].wait_for("step +8/")
         started[2].popen.send_signal(signal.SIGTERM)
@@ -84,7 +84,7 @@ def test_four_processes_stop_at_the_same_step_and_two_go_on_as_one_would(tmp_pat
 
 
 @pytest.mark.full
-def test_a_pipeline_over_four_processes_trains_as_one_process_does(tmp_path):
+def test_a_pipeline_over_four_processes_trains_like_one_process(tmp_path):
     words = ["mesh=1x4", "run.num_steps=4", "run.eval_every=2", "run.eval_batches=1"]
     with processes(4, tmp_path / "run", *words) as started:
         assert [process.end() for process in started] == [0] * 4
@@ -144,7 +144,7 @@ def test_processes_of_a_cluster_find_each_other_and_refuse_a_mesh_once(tmp_path)
 
 
 @pytest.mark.full
-def test_a_process_that_fails_is_told_and_takes_the_others_along(tmp_path):
+def test_a_failed_process_is_named_and_ends_the_others(tmp_path):
     events = tmp_path / "events.jsonl"
     words = *TWO, f"run.on_event=tee -a {events}"
     with processes(2, tmp_path / "run", *words, programs={1: FAILING}) as started:
@@ -189,7 +189,7 @@ def test_a_process_that_stands_still_or_is_killed_has_a_name(tmp_path):
 
 
 @pytest.mark.full
-def test_no_process_outlives_the_first_and_each_says_so_in_one_line(tmp_path):
+def test_no_process_outlives_the_first_and_each_prints_one_line(tmp_path):
     with processes(2, tmp_path / "run", *TWO) as (lead, other):
         lead.wait_for("step +8/")
         lead.popen.kill()
@@ -201,7 +201,7 @@ def test_no_process_outlives_the_first_and_each_says_so_in_one_line(tmp_path):
 
 
 @pytest.mark.full
-def test_a_process_that_finds_no_other_says_where_it_looked(tmp_path):
+def test_a_process_that_finds_no_other_prints_the_address(tmp_path):
     program = (
         "from ppctl import cli\nfrom ppctl.launch import join_processes as distributed\ndistributed.JOIN_S = "
         "2\ncli.console_script()"

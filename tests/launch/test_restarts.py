@@ -32,7 +32,7 @@ def restarted(endings, steps, max_restarts):
 CRASH, KILLED, DONE = (Ending(code, False, None) for code in (1, 137, 0))
 
 
-def test_a_crash_starts_again_from_the_newest_checkpoint_and_says_so():
+def test_a_crashed_run_restarts_from_the_newest_checkpoint_with_a_line():
     assert restarted([CRASH, KILLED, DONE], [None, None, 40], 3) == (
         0,
         [
@@ -43,7 +43,7 @@ def test_a_crash_starts_again_from_the_newest_checkpoint_and_says_so():
     )
 
 
-def test_each_restart_without_progress_is_said_and_the_last_code_is_the_runs():
+def test_each_restart_without_progress_is_printed_and_the_last_exit_code_is_the_runs():
     code, said, starts = restarted([CRASH, CRASH, KILLED], [20, 40, 40], 2)
     assert (code, starts) == (137, 3)
     assert said == [
@@ -56,7 +56,7 @@ def test_each_restart_without_progress_is_said_and_the_last_code_is_the_runs():
 @pytest.mark.parametrize(
     "ending", [DONE, *(Ending(code, False, None) for code in (2, 4, 130, 143))]
 )
-def test_what_a_restart_would_meet_again_is_final(ending):
+def test_failures_that_a_restart_would_repeat_are_final(ending):
     assert restarted([ending], [None], 3) == (ending.code, [], 1)
 
 
@@ -104,7 +104,7 @@ def stand_in(tmp_path_factory):
     }
 
 
-def test_the_command_starts_again_from_its_own_checkpoints_and_loads_no_jax(tmp_path, stand_in):
+def test_the_command_restarts_from_its_checkpoints_and_loads_no_jax(tmp_path, stand_in):
     words = [
         "train",
         f"run.dir={tmp_path / 'run'}",

@@ -152,7 +152,7 @@ def test_ends_and_outputs_of_jobs(commands_of_slurm, monkeypatch, capfd):
     assert "job 0: run.seed=0: queued as Slurm job 7_0, output in runs/s/run.seed=0/" in err
 
 
-def test_jobs_go_on_without_the_sweep_which_finds_them_again(commands_of_slurm, monkeypatch):
+def test_jobs_continue_without_the_sweep_which_finds_them_again(commands_of_slurm, monkeypatch):
     Path("state").write_text("RUNNING")
     programs(monkeypatch, COUNTS)
     stop_when(lambda: Path("began").exists())
@@ -210,7 +210,7 @@ def test_impossible_settings(settings, message):
         SubmititSlurm(**settings).check()
 
 
-def test_without_slurm_nothing_is_written(monkeypatch):
+def test_without_slurm_no_file_is_written(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(
         ConfigError, match="needs Slurm's sbatch, which is not on this machine's PATH"
@@ -294,7 +294,7 @@ def slurm(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_slurm_runs_an_array_whose_jobs_go_on_without_the_sweep(slurm, monkeypatch):
+def test_slurm_runs_an_array_whose_jobs_continue_without_the_sweep(slurm, monkeypatch):
     programs(monkeypatch, COUNTS, WRONG)
     settings = SubmititSlurm(cpus_per_task=1)
     stop_when(lambda: Path("began").exists())
@@ -343,7 +343,7 @@ def test_a_job_that_slurm_drops_is_no_hang(commands_of_slurm):
 
 
 @pytest.mark.full
-def test_what_slurm_refuses_is_said(slurm, monkeypatch):
+def test_refusals_of_slurm_are_printed(slurm, monkeypatch):
     programs(monkeypatch, "")
     outcomes, _, _ = told(sweep_of(1, SubmititSlurm(partition="nowhere")))
     assert outcomes[0].status == "failed"

@@ -189,7 +189,7 @@ def test_a_finished_run_of_other_code_is_refused():
     assert other_settings(job) is None
 
 
-def test_a_failing_job_ends_nothing_and_its_error_is_told(monkeypatch, capfd):
+def test_a_failing_job_ends_no_other_and_its_error_is_printed(monkeypatch, capfd):
     sweep = sweep_of(4)
     programs(
         monkeypatch,
@@ -213,7 +213,7 @@ def test_a_failing_job_ends_nothing_and_its_error_is_told(monkeypatch, capfd):
     assert "ppctl: job 1: run.seed=1: ended with exit code 1\n" in out.getvalue()
 
 
-def test_the_exit_code_is_1_if_a_job_failed_and_the_summary_is_there(monkeypatch, capfd):
+def test_the_exit_code_is_1_if_a_job_failed_and_the_summary_is_written(monkeypatch, capfd):
     programs(monkeypatch, "raise SystemExit(3)", "")
     assert run_sweep(sweep_of(2)) == 1
     assert [each["status"] for each in json.loads(Path("runs/s/sweep.json").read_text())] == [
@@ -310,7 +310,7 @@ def test_a_job_that_was_interrupted_itself_ends_the_sweep(monkeypatch):
     )
 
 
-def test_a_log_that_cannot_be_written_fails_its_job_alone(monkeypatch):
+def test_an_unwritable_log_fails_only_its_job(monkeypatch):
     sweep = sweep_of(2, side=2)
     sweep.jobs[0].run_dir.parent.mkdir(parents=True)
     sweep.jobs[0].run_dir.write_text("a file of the user's")
@@ -321,7 +321,7 @@ def test_a_log_that_cannot_be_written_fails_its_job_alone(monkeypatch):
     assert sweep.jobs[0].run_dir.read_text() == "a file of the user's"
 
 
-def test_equal_failures_are_one_line_with_a_count(monkeypatch):
+def test_equal_failures_are_printed_in_one_line_with_a_count(monkeypatch):
     sweep = sweep_of(5)
     programs(monkeypatch, FAILS, "", FAILS)
     outcomes, _, text = told(sweep)

@@ -123,7 +123,7 @@ def test_a_record_holds_values_end_and_medians():
     ]
 
 
-def test_the_numbers_of_a_job_that_failed_are_not_those_of_an_earlier_start():
+def test_a_failed_job_does_not_show_numbers_of_an_earlier_start():
     job = left(job_of(0), (4.0, 1.0))
     written_s = (job.run_dir / "metrics.jsonl").stat().st_mtime
     found = [numbers_of(job.run_dir, written_s + since) for since in (-1, 1)]
@@ -248,7 +248,7 @@ def test_one_number_of_microbatches_has_no_figure_and_a_failure_is_explained():
     assert "2 jobs: 1 finished, 1 failed" in text
 
 
-def test_more_lines_than_can_be_told_apart_are_left_to_the_table():
+def test_curves_beyond_the_distinct_colours_are_only_in_the_table():
     jobs = [
         left(job_of(2 * i + j, size=size, **{"run.dtype": f"t{i}"}), (4.0, 1.0))
         for i in range(MOST_LINES + 2)
@@ -259,7 +259,7 @@ def test_more_lines_than_can_be_told_apart_are_left_to_the_table():
     assert "2 more are in the table" in text
 
 
-def test_jobs_that_shared_the_machine_are_said_to_be_slower():
+def test_a_note_names_jobs_that_shared_the_machine():
     job = left(job_of(0), (4.0, 1.0))
     TOP.mkdir(parents=True, exist_ok=True)
     assert not any("side by side" in line for line in write_summary(TOP, results([job])))
@@ -280,7 +280,7 @@ def test_the_fastest_is_not_named_among_jobs_that_shared_the_machine():
     assert [best.what for best in best_of(results(jobs))] == ["lowest final_loss"]
 
 
-def test_errors_that_differ_in_the_directory_of_their_job_are_one():
+def test_errors_that_differ_only_in_the_jobs_directory_are_counted_as_equal():
     jobs = [job_of(index) for index in range(4)]
     texts = [f"{job.run_dir}/checkpoints cannot be written: full." for job in jobs[:2]]
     texts += [f"{jobs[2].run_dir.absolute()}/checkpoints cannot be written: full.", "odd."]
@@ -358,7 +358,7 @@ def test_a_real_sweep_is_skipped_and_resumed(directory):
     assert "Memory of each rank" in next(Path("runs/tiny").glob("*=2*/report.html")).read_text()
 
 
-def test_the_page_links_to_reports_that_there_are():
+def test_the_page_links_to_existing_reports():
     jobs = [left(job_of(index, run_dir=f"runs/s/a b,{index}"), (4.0, 1.0)) for index in range(2)]
     (jobs[1].run_dir / "report.html").write_text("")
     assert re.findall(r'<a href="([^"]*)"', page_of(*jobs)) == ["a%20b%2C1/report.html"]

@@ -107,7 +107,7 @@ def test_the_page_has_the_lines_and_tables_of_the_terminal(name, capsys):
 
 
 @names
-def test_the_page_loads_nothing(name):
+def test_the_page_loads_no_other_file(name):
     _, _, text = made(name)
     assert "default-src 'none'" in text
     assert Page(text).links == []

@@ -254,7 +254,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_what_cannot_be_is_refused_in_a_line(words, tuned, tmp_path):
+def test_impossible_requests_of_generate_are_refused_in_one_line(words, tuned, tmp_path):
     code, out, err = tuned(*words.split())
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert re.search(REFUSED[words], err), err

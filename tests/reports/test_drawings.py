@@ -79,7 +79,7 @@ def test_a_chart_too_wide_for_numbers_has_letters():
 
 
 @pytest.mark.parametrize("width", [80, 200])
-def test_numbers_stand_on_tasks_of_every_kind_or_of_none(width):
+def test_tasks_have_numbers_for_every_kind_or_for_no_kind(width):
     chart = [
         line.split()[2] for line in printed(drawing("1f1b", p=4, m=32), width).splitlines()[4:8]
     ]
@@ -106,7 +106,7 @@ def test_the_chart_is_no_wider_than_the_terminal(any_drawing, width):
     assert max(map(len, chart)) <= width
 
 
-def test_kinds_have_colours_and_chunks_have_shades_of_them():
+def test_kinds_have_colours_and_chunks_have_shades():
     assert len(set(COLOURS.values())) == len(COLOURS)
     shades = [shade(kind, chunk, 4) for kind in COLOURS for chunk in range(4)]
     assert len(set(shades)) == 4 * len(COLOURS)
@@ -142,7 +142,7 @@ def test_the_csv_is_the_schedule(any_drawing):
 # --- html ---------------------------------------------------------------------------------------
 
 
-def test_the_page_loads_nothing():
+def test_the_page_loads_no_other_file():
     text = schedules_page([drawing("gpipe"), drawing("zb_v")])
     assert "default-src 'none'" in text  # a browser refuses whatever this leaves out
     assert not re.search(

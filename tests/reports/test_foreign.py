@@ -71,7 +71,7 @@ def test_letters_of_all_languages_stay():
     assert printable("Größe 模型 \u00a0\U0001f680\n\t") == "Größe 模型 \u00a0\U0001f680\n\t"
 
 
-def test_output_to_a_full_disk_is_said_in_a_line():
+def test_output_to_a_full_disk_fails_in_one_line():
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
             [sys.executable, "-m", "ppctl.cli", "schedule", "list"],
@@ -137,7 +137,7 @@ def test_a_config_that_is_made_to_harm_its_reader_cannot_be_read(
 @pytest.mark.parametrize(
     "text", ["[" * 100_000, '{"step": ' + "9" * 5000 + ', "ranks": []}'], ids=["nested", "digits"]
 )
-def test_records_nested_or_long_without_end_are_none(tmp_path, capsys, file, text):
+def test_records_of_extreme_depth_or_length_are_dropped(tmp_path, capsys, file, text):
     run = make_run(tmp_path / "runs/a")
     (run / file).write_text(text + "\n")
     assert "a" in shown(tmp_path, run, capsys)
@@ -195,7 +195,7 @@ def test_a_schedule_of_a_billion_stages_is_not_drawn(tmp_path, capsys, schedule)
 @pytest.mark.parametrize(
     "make", [os.mkfifo, lambda path: path.write_text("rank,task\n" + "9" * 200_000 + ",0F0\n")]
 )
-def test_a_timeline_that_is_none_has_no_bubble(tmp_path, make):
+def test_an_invalid_timeline_has_no_bubble(tmp_path, make):
     make(tmp_path / "timeline.csv")
     assert timeline_io.measured_bubble(tmp_path / "timeline.csv") is None
     with pytest.raises((OSError, ValueError)):
@@ -208,7 +208,7 @@ def test_a_timeline_that_is_none_has_no_bubble(tmp_path, make):
 @pytest.mark.parametrize(
     "name", [*run_files.WRITTEN, "checkpoints/7", "timeline/timeline.csv", "profile/plugins/x"]
 )
-def test_what_leads_out_of_a_run_directory_is_refused(tmp_path, name):
+def test_links_out_of_a_run_directory_are_refused(tmp_path, name):
     run, outside = tmp_path / "run", tmp_path / "outside"
     (run / name).parent.mkdir(parents=True)
     (run / name).symlink_to(outside)  # what is not there yet would be made
@@ -222,7 +222,7 @@ def test_what_leads_out_of_a_run_directory_is_refused(tmp_path, name):
         run_files.check_run_dir(run)
 
 
-def test_a_run_directory_may_be_a_link_and_have_links_to_what_is_in_it(tmp_path):
+def test_a_run_directory_may_be_a_link_and_have_links_to_its_files(tmp_path):
     run = make_run(tmp_path / "disk/run")
     (run / "checkpoints/5/state").mkdir(parents=True)
     (run / "checkpoints/6").symlink_to("5")
@@ -233,7 +233,7 @@ def test_a_run_directory_may_be_a_link_and_have_links_to_what_is_in_it(tmp_path)
     check_inside(tmp_path / "nowhere", ["config.yaml"], "run.dir")
 
 
-def test_a_file_is_not_replaced_through_a_link_beside_it(tmp_path):
+def test_a_file_is_not_replaced_through_a_planted_link(tmp_path):
     (tmp_path / "precious").write_text("precious")
     (tmp_path / ".page.html.part").symlink_to("precious")
     replace_file(tmp_path / "page.html", "page")
@@ -271,7 +271,7 @@ def test_a_report_is_not_written_through_a_link_of_the_run(tmp_path, capsys):
         "",
     ],
 )
-def test_settings_read_group_by_group_are_those_of_the_whole_file(tmp_path, text):
+def test_settings_read_group_by_group_equal_the_whole_files(tmp_path, text):
     (tmp_path / "config.yaml").write_text(text)
     for _ in range(2):
         assert read_settings(tmp_path / "config.yaml") == yaml.safe_load(text)
@@ -332,7 +332,7 @@ def test_a_directory_without_rights_is_a_line_and_never_a_traceback(closed_runs,
             assert err.count("\n") == 1
 
 
-def test_a_timeline_that_cannot_be_read_is_said_in_the_page(tmp_path, capsys):
+def test_the_page_names_an_unreadable_timeline(tmp_path, capsys):
     run = make_run(tmp_path / "runs/a")
     (run / "timeline/timeline.csv").mkdir(parents=True)
     assert "timeline.csv cannot be drawn: Is a directory." in shown(tmp_path, run, capsys)
@@ -363,7 +363,7 @@ def test_a_file_without_rights_that_no_command_expects_is_no_bug(capsys, monkeyp
         ('{"step": 2}', "has no step or no loss", None),
     ],
 )
-def test_a_loss_that_is_no_number_is_said(tmp_path, capsys, line, shown, loss):
+def test_a_loss_that_is_not_a_number_is_named(tmp_path, capsys, line, shown, loss):
     run = make_run(tmp_path / "runs/a")
     (run / "metrics.jsonl").write_text(line + "\n")
     assert cli.main(["runs", str(tmp_path / "runs")]) == 0
@@ -371,7 +371,7 @@ def test_a_loss_that_is_no_number_is_said(tmp_path, capsys, line, shown, loss):
     assert run_files.run_summary("a", run).loss == loss
 
 
-def test_the_status_of_another_program_is_said(tmp_path):
+def test_a_status_of_another_program_is_named(tmp_path):
     run = make_run(tmp_path / "runs/a")
     (run / "status.jsonl").write_text('{"status": "ok", "pid": "x"}\n')
     found = run_files.run_summary("a", run)

@@ -99,7 +99,7 @@ def browse_page(tmp_path, text, keys, width=1200):
     return json.loads(html.unescape(said[1])), done.stdout
 
 
-def test_the_page_draws_every_kind_and_loads_nothing(tmp_path):
+def test_the_page_draws_every_kind_and_loads_no_other_file(tmp_path):
     said, dom = browse(tmp_path, "zb_h1", [])
     assert 'data-ready="yes"' in dom
     for colour in ("86,180,233", "34,168,132", "204,121,167"):  # F, I, W
@@ -108,7 +108,7 @@ def test_the_page_draws_every_kind_and_loads_nothing(tmp_path):
     assert said["tip"] == ""
 
 
-def test_keys_go_from_task_to_task_and_to_what_it_waits_for(tmp_path):
+def test_keys_move_between_tasks_and_to_their_dependencies(tmp_path):
     said, _ = browse(
         tmp_path, "1f1b", ["ArrowRight", "ArrowDown", "ArrowRight", "ArrowRight"], transfer_s=0.5
     )

@@ -27,7 +27,7 @@ def texts(page):
     return [each["text"] for each in page["charts"][0]["texts"]]
 
 
-def test_tasks_of_every_kind_are_labelled_or_of_none_and_a_line_says_how_to_read_the_rest(seen):
+def test_tasks_are_labelled_for_every_kind_or_no_kind_with_a_note(seen):
     found = set()
     for name, kinds in (
         ("schedule, 8 ranks, 32 microbatches", "FIW"),
@@ -69,7 +69,7 @@ def test_no_page_scrolls_sideways_and_no_text_is_cut_by_the_window(seen):
     assert {place: page["cut"] for place, page in seen.items() if page["cut"]} == {}
 
 
-def test_a_table_that_goes_on_in_its_box_is_marked_and_has_a_name(seen):
+def test_a_table_that_scrolls_in_its_box_is_marked_and_has_a_name(seen):
     wide = {
         (*place, box["name"]): box["isMarked"]
         for place, page in seen.items()

@@ -139,7 +139,7 @@ def test_values_that_are_not_finite_are_gaps_and_crosses():
     assert len(places(groups(many, "lost")[0])) <= WIDTH + 1
 
 
-def test_several_curves_have_marks_and_one_has_none():
+def test_several_curves_have_marks_and_a_single_one_has_no_mark():
     few, many = [(x, 1.0) for x in range(5)], [(x, 2.0) for x in range(1000)]
     drawn = curves_svg({"few": few, "many": many}, title="t", x_name="x")
     marks = [
@@ -214,7 +214,7 @@ def test_the_limit_is_a_line_where_the_bar_would_end(limit, share):
     assert float(at) == pytest.approx(float(place) if side == "left" else 100 - float(place))
 
 
-def test_a_limit_far_beyond_is_said():
+def test_a_limit_far_beyond_the_axis_is_named():
     drawn, boxes = bars({"a": 30, "b": 10}, 4000)
     assert "limit 3.9 KiB, 100 × the longest →" in html.unescape(drawn)
     assert "<u " not in drawn

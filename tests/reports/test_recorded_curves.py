@@ -64,7 +64,7 @@ def test_a_curve_without_a_finite_value_has_no_median(tmp_path):
 
 
 @pytest.mark.parametrize("count", [8, 20_000])
-def test_of_a_step_that_is_there_twice_the_last_line_counts(tmp_path, count):
+def test_the_last_line_of_a_repeated_step_counts(tmp_path, count):
     values, problems = values_of(count), []
     steps = [*range(1, count // 2 + 1)] * 2
     loss = read_curves(written(tmp_path, values, steps), ("loss",), (), problems)[0]["loss"]
@@ -84,7 +84,7 @@ def of_layers(tmp_path, rows, first=1):
     return read_layers(file, "load")
 
 
-def test_numbers_of_layers_are_those_of_each_step(tmp_path):
+def test_numbers_of_layers_are_read_for_each_step(tmp_path):
     rows = [[None, 1.5 + step, 2.0] for step in range(COLUMNS)]
     found = of_layers(tmp_path, rows, first=7)
     assert (found.first, [*found.last]) == (7, [*range(7, 7 + COLUMNS)])

@@ -129,9 +129,7 @@ def test_a_measured_timeline_stands_above_the_simulation_of_its_means(run_dir, c
 
 
 @pytest.mark.parametrize("copies", [(("", 0.0),), ((" dp=0", 0.0), (" dp=1", 5.0))])
-def test_of_traced_steps_the_median_one_is_drawn_in_the_order_in_which_it_ran(
-    run_dir, capsys, copies
-):
+def test_the_median_traced_step_is_drawn_in_its_order(run_dir, capsys, copies):
     executor = {"name": "spmd", "remat": "full"}
     found = pipeline_of(Interleaved(num_microbatches=4), Spmd(remat="full"), 2, 4).step
     timeline = found.timeline(found.costs)
@@ -239,7 +237,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("text", DAMAGED)
-def test_a_damaged_timeline_is_told_and_the_prediction_drawn(run_dir, capsys, text):
+def test_a_damaged_timeline_is_named_and_the_prediction_drawn(run_dir, capsys, text):
     settings(run_dir, {"name": "gpipe", "num_microbatches": 4}, {"name": "mpmd"})
     (run_dir / "timeline").mkdir()
     (run_dir / "timeline/timeline.csv").write_text(text)
@@ -271,7 +269,7 @@ def test_a_damaged_timeline_is_told_and_the_prediction_drawn(run_dir, capsys, te
         json.dumps({"traceEvents": [{"ph": "X", "name": "x", "tid": 0, "ts": 0, "dur": 1}]}),
     ],
 )
-def test_a_profile_of_something_else_is_told_and_the_prediction_drawn(run_dir, capsys, content):
+def test_a_profile_of_other_programs_is_named_and_the_prediction_drawn(run_dir, capsys, content):
     settings(run_dir, {"name": "gpipe", "num_microbatches": 4}, {"name": "spmd"})
     (run_dir / "profile").mkdir()
     (run_dir / "profile" / timeline_io.TASKS_FILE).write_text(content)
@@ -317,7 +315,7 @@ def test_a_profile_of_something_else_is_told_and_the_prediction_drawn(run_dir, c
         ),
     ],
 )
-def test_a_schedule_that_cannot_be_drawn_is_told(run_dir, capsys, schedule, executor, told):
+def test_a_schedule_that_cannot_be_drawn_is_named(run_dir, capsys, schedule, executor, told):
     settings(run_dir, schedule, executor)
     drawn, seen = report(capsys)
     assert drawn == []

@@ -22,7 +22,7 @@ def run_dir(tmp_path, monkeypatch):
 # --- where it ran -------------------------------------------------------------------------------
 
 
-def test_each_start_says_what_it_ran_on_and_which_versions_changed(run_dir, capsys):
+def test_each_start_has_its_devices_and_changed_versions(run_dir, capsys):
     start = {
         "status": "started",
         "host": "n1",
@@ -125,7 +125,7 @@ def test_the_memory_of_each_rank_is_drawn_by_part(run_dir, capsys, text, names, 
     "text",
     ["{", "[]", '{"ranks": 3}', '{"ranks": [{"a": -1}]}', '{"ranks": [{"a": true}]}', "\xff"],
 )
-def test_memory_that_cannot_be_read_is_told(run_dir, capsys, text):
+def test_an_unreadable_memory_file_is_named(run_dir, capsys, text):
     (run_dir / "memory.json").write_text(text, encoding="latin-1")
     told = report(capsys)[1]
     assert "memory.json cannot be read" in told

@@ -58,7 +58,7 @@ def test_the_file_system_of_processes_is_not_searched(tmp_path, monkeypatch):
     assert [name for name, _ in run_files.find_runs(tmp_path)] == ["a"]
 
 
-def test_the_ends_of_files_say_how_far_a_run_got(tmp_path):
+def test_the_tails_of_files_hold_the_progress_of_a_run(tmp_path):
     run = found(
         make(tmp_path / "a", eval='{"step": 1, "eval_loss": 3.5}\n{"step": 3, "eval_loss": 2.5}\n')
     )
@@ -102,7 +102,7 @@ def test_long_lines_are_read_whole(tmp_path):
         ({"status": "?\n"}, "the last line of status.jsonl is no record", 3),
     ],
 )
-def test_what_is_wrong_with_a_run_is_said(tmp_path, made, problem, step):
+def test_faults_of_a_run_are_listed(tmp_path, made, problem, step):
     run = found(make(tmp_path / "a", **made))
     [found_problem] = run.problems
     assert (found_problem[: len(problem)], run.step) == (problem, step)
@@ -117,7 +117,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name):
     assert [each for each, _ in run_files.find_runs(tmp_path)] == ["a"]
 
 
-def test_a_loss_that_is_not_finite_is_told_from_none(tmp_path):
+def test_a_non_finite_loss_differs_from_a_missing_one(tmp_path):
     run = found(make(tmp_path / "a", last='{"step": 4, "loss": null}\n'))
     assert (run.loss, run.is_finite, run.problems) == (None, False, ())
     run = found(make(tmp_path / "b", steps=0))
@@ -136,7 +136,7 @@ def test_runs_without_a_record_of_a_start_are_finished_where_their_last_step_is_
     assert (found(run_dir).status, found(run_dir).checkpoints) == ("finished", (6, 9))
 
 
-def test_a_run_with_settings_alone_has_not_started(tmp_path):
+def test_a_run_with_only_settings_has_not_started(tmp_path):
     run_dir = make(tmp_path / "a")
     (run_dir / "metrics.jsonl").unlink()
     assert (found(run_dir).status, found(run_dir).step, found(run_dir).problems) == (
@@ -146,7 +146,7 @@ def test_a_run_with_settings_alone_has_not_started(tmp_path):
     )
 
 
-def test_what_another_process_of_the_run_failed_of_is_its_reason(tmp_path):
+def test_the_failure_of_another_process_is_the_reason_of_the_run(tmp_path):
     started = {
         "status": "started",
         "step": 0,
@@ -167,14 +167,14 @@ def test_what_another_process_of_the_run_failed_of_is_its_reason(tmp_path):
     assert (found(run_dir).status, found(run_dir).reason) == ("no end recorded", None)
 
 
-def test_a_torn_line_of_a_run_that_goes_on_is_no_fault(tmp_path):
+def test_a_torn_line_of_a_running_run_is_not_a_fault(tmp_path):
     run_dir = make(tmp_path / "a", last='{"step": 4, "lo')
     with RunStatus(run_dir) as status:
         status.begin(0)
         assert (found(run_dir).status, found(run_dir).problems) == ("running", ())
 
 
-def test_history_says_first_last_and_least_and_counts_what_is_no_record(tmp_path):
+def test_history_has_first_last_and_least_values_and_counts_invalid_lines(tmp_path):
     last = (
         '{"step": '
         '4, "loss": 9.0, "step_time_s": 2.5, "rows_per_s": '

@@ -36,7 +36,7 @@ def state(run_dir):
     return found.status, found.reason
 
 
-def test_a_run_is_running_until_it_says_how_it_ended(tmp_path):
+def test_a_run_is_running_until_its_end_is_recorded(tmp_path):
     with started(tmp_path, 3) as status:
         assert state(tmp_path) == ("running", None)
         status.end(INTERRUPTED, step=7, reason="SIGINT")
@@ -57,7 +57,7 @@ def test_a_run_is_running_until_it_says_how_it_ended(tmp_path):
     ("error", "reason"),
     [(ValueError("the disk\nis full."), "the disk is full."), (KeyError(), "KeyError")],
 )
-def test_an_exception_is_recorded_in_a_line_and_goes_on(tmp_path, error, reason):
+def test_an_exception_is_recorded_in_one_line_and_raised_again(tmp_path, error, reason):
     with pytest.raises(type(error)), started(tmp_path):
         raise error
     assert state(tmp_path) == ("failed", reason)
@@ -69,7 +69,7 @@ def say_finished_and_fail(run_dir):
         raise ValueError
 
 
-def test_what_was_said_of_the_end_stays_when_something_fails_after_it(tmp_path):
+def test_a_recorded_end_stays_if_a_later_action_fails(tmp_path):
     with pytest.raises(ValueError):
         say_finished_and_fail(tmp_path)
     assert state(tmp_path) == ("finished", None)
@@ -129,7 +129,7 @@ def test_a_child_of_the_run_that_outlives_it_does_not_hold_it(tmp_path):
         child.wait()
 
 
-def test_of_another_machine_or_without_locks_nothing_is_claimed(tmp_path, monkeypatch):
+def test_runs_of_other_machines_or_without_locks_have_no_known_end(tmp_path, monkeypatch):
     def no_locks(*_):
         raise OSError(95, "Operation not supported")
 
@@ -158,9 +158,7 @@ def test_a_second_process_in_the_same_run_dir_is_refused(tmp_path, monkeypatch):
         first.end(FINISHED)
 
 
-def test_a_run_that_holds_the_directory_and_has_not_begun_is_not_named_after_an_older_one(
-    tmp_path, monkeypatch
-):
+def test_the_holder_of_a_directory_is_not_named_after_an_older_run(tmp_path, monkeypatch):
     monkeypatch.setattr(run_status, "LOCK_S", 0.05)
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
@@ -236,7 +234,7 @@ with RunStatus(Path(sys.argv[1])) as status:
 """
 
 
-def test_a_run_that_another_process_writes_is_refused_and_left_alone(tmp_path, capsys, monkeypatch):
+def test_a_run_that_another_process_writes_is_refused_and_unchanged(tmp_path, capsys, monkeypatch):
     saving = tmp_path / "checkpoints/5.orbax-checkpoint-tmp"
     saving.mkdir(parents=True)
     with subprocess.Popen(
@@ -275,7 +273,7 @@ def test_a_line_that_a_full_disk_cuts_is_an_error_and_not_a_torn_line_in_the_mid
     assert (tmp_path / "lines").read_bytes() == b"0123456789"
 
 
-def test_the_page_of_a_running_run_says_when_to_resume_it(tmp_path, monkeypatch, capsys):
+def test_the_page_of_a_run_states_when_to_resume_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     status = RunStatus(make("long"))
     status.begin(0, overrides=["run.name=long"], directory=str(tmp_path))
