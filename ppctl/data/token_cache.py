@@ -12,8 +12,9 @@ import hashlib
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -62,10 +63,10 @@ def cached_tokens(
     path = Path(cache_dir).expanduser() / f"{name}-{_key(source, tokenizer, salt)}.tokens"
     tokens = _read(path)
     if tokens is None:
-        with _locked(path):
+        with _locked(path) as made:
             tokens = _read(path)  # another process may have written it meanwhile
             if tokens is None:
-                _write(path, source, tokenizer)
+                _write(path, made, source, tokenizer)
                 tokens = _read(path)
     if tokens is None:
         raise DataError(
@@ -119,24 +120,29 @@ def _unusable(path: Path, done: str, error: OSError) -> DataError:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a directory's lock; at the end remove unfinished files. OSErrors become a DataError."""
+def _locked(path: Path) -> Iterator[Path]:
+    """Hold a directory's lock; yield the directory of unfinished files, removed at the end.
+
+    OSErrors become a DataError.
+    """
+    made = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".lock").open("ab") as lock:
-            with suppress(OSError):  # file system without locks: each process writes
-                fcntl.flock(lock, fcntl.LOCK_EX)
             try:
-                yield
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            except OSError:  # file system without locks: each process writes
+                made = path.with_suffix(f".{uuid.uuid4().hex}.tmp")
+            try:
+                yield made
             finally:
-                shutil.rmtree(path.with_suffix(".tmp"), ignore_errors=True)
+                shutil.rmtree(made, ignore_errors=True)
     except OSError as error:
         raise _unusable(path, "written", error) from error
 
 
-def _write(path: Path, source: Source, tokenizer: Tokenizer) -> None:
-    """Write the ids of documents under another name, then rename the directory."""
-    made = path.with_suffix(".tmp")
+def _write(path: Path, made: Path, source: Source, tokenizer: Tokenizer) -> None:
+    """Write the ids of documents to the directory `made`, then rename it."""
     for directory in (made, path):
         shutil.rmtree(directory, ignore_errors=True)
     made.mkdir()
@@ -168,7 +174,11 @@ def _write(path: Path, source: Source, tokenizer: Tokenizer) -> None:
     record = {"dtypes": dtypes, "digests": digests}
     record |= {"skipped": len(skipped), "first": skipped[0] if skipped else ""}
     (made / RECORD).write_text(json.dumps(record))
-    made.replace(path)
+    try:
+        made.replace(path)
+    except OSError:
+        if not path.exists():  # without locks another process may have written the same
+            raise
 
 
 # --- documents as ids -----------------------------------------------------------------------------

@@ -228,9 +228,8 @@ def _state(
     message = _failure_of_another(path, last)
     if message is not None:
         return run_status.FAILED, message
-    is_here = line.get("host") == run_status.here()["host"]
-    if status == run_status.STARTED and line.get("is_locked") is True and is_here:
-        return BROKEN_OFF, None  # the process that held the lock is gone
+    if status == run_status.STARTED and line.get("host") == run_status.here()["host"]:
+        return BROKEN_OFF, None  # its process is gone
     return (NO_END if has_begun or last is not None else NOT_STARTED), None
 
 

@@ -1,8 +1,8 @@
 """The status of a run in `<run.dir>/status.jsonl`: a line for each start, and one for its end.
 
 A killed run leaves no line for its end. The process locks the file while it lives, and the kernel
-releases the lock at any death, so the lock distinguishes a killed run from a running one. Loads no
-JAX.
+releases the lock at any death, so the lock distinguishes a killed run from a running one. On file
+systems without locks, host, process and time of the last line do. Loads no JAX.
 """
 
 import fcntl
@@ -10,7 +10,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -29,6 +29,12 @@ DIRECTORY = "directory"  # key in the line of a start: the working directory
 OVERRIDES = "overrides"  # key in the line of a start: the overrides, for the command that resumes
 CHANGED = "changed"  # key in the line of a start: settings that differ from the checkpoint's
 COSTS = "task_costs"  # key in the line of a start: relative costs of the schedule's tasks
+SILENT_S = 600.0  # seconds without a new file after which a process on another machine is gone
+CLOCK_S = 60.0  # seconds by which the clock of this machine may have been set
+NO_LOCKS = (
+    "note      run.dir is on a file system without locks: another `ppctl train`, stop or runs rm "
+    "knows this run by host, process and time of its files"
+)
 LOCK_S = 1.0  # seconds to retry a lock that a reader (`is_held`) holds for microseconds
 
 
@@ -54,6 +60,11 @@ class RunStatus:
         self._made = [path for path in places if not path.exists()]
         run_dir.mkdir(parents=True, exist_ok=True)
         self._file, self._is_locked = _opened(run_dir)
+
+    @property
+    def notes(self) -> list[str]:
+        """The lines to print at the start."""
+        return [] if self._is_locked else [NO_LOCKS]
 
     def begin(self, step: int, **facts: Any) -> None:
         """Record the start, after `step` finished training steps, and `facts`."""
@@ -105,31 +116,73 @@ def held_by(run_dir: Path) -> int | None:
 
 
 def _holder(run_dir: Path) -> int | None:
-    """Return the id of the living local process that wrote the newest start; None if unknown."""
-    try:
-        lines = [json.loads(line) for line in read_file(run_dir / FILE).splitlines()]
-        started = next(line for line in reversed(lines) if line["status"] == STARTED)
-        if not here().items() <= started.items():
-            return None
-        os.kill(started["pid"], 0)
-    except (OSError, LookupError, ArithmeticError, ValueError, TypeError, AttributeError):
-        return None  # it has not begun yet, or the file is damaged
-    except (StopIteration, RecursionError):
-        return None
-    return started["pid"]
+    """Return the id of the living local process of the newest start; None if it is unknown."""
+    line = _open_start(run_dir / FILE)
+    return line["pid"] if line is not None and _is_local(line) and _lives(line) else None
+
+
+def _is_local(line: Mapping[str, Any]) -> bool:
+    return here().items() <= line.items()
 
 
 def is_held(path: Path) -> bool:
     """Return whether a living process, on any machine with the same locks, records the run.
 
-    path: the run's status.jsonl. OSError if it cannot be read or locked.
+    Without locks it is what `_seems_held` returns. path: the run's status.jsonl. OSError if it
+    cannot be read.
     """
     with open_file(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: readers do not clash
         except BlockingIOError:
             return True
-    return False
+        except OSError:  # no locks, as on NFS without lockd
+            return _seems_held(path, has_lock=False)
+        return _seems_held(path, has_lock=True)
+
+
+def _seems_held(path: Path, *, has_lock: bool) -> bool:
+    """Return whether another process seems to record the run, by a start without an end.
+
+    has_lock: whether this process has got the lock; if the run's process had it, too, that process
+    is gone. Otherwise a local process decides, and of another machine the time of the newest file.
+    """
+    line = _open_start(path)
+    if line is None or (has_lock and line.get("is_locked") is not False):
+        return False
+    if _is_local(line):
+        return line.get("pid") != os.getpid() and _lives(line)
+    with os.scandir(path.parent) as entries:
+        newest_s = max(entry.stat().st_mtime for entry in entries)
+    return time.time() - newest_s < SILENT_S
+
+
+def _open_start(path: Path) -> dict[str, Any] | None:
+    """Return the last line of a status.jsonl if it records a start; None: an end, or unreadable."""
+    content = b""
+    with suppress(FileNotFoundError):  # a run that never began has removed it
+        content = read_file(path)
+    for text in reversed(content.splitlines()):
+        with suppress(ValueError, RecursionError):
+            line = json.loads(text)
+            if isinstance(line, dict) and line.get("status") in ALL:
+                return line if line["status"] == STARTED else None
+    return None
+
+
+def _lives(line: Mapping[str, Any]) -> bool:
+    """Return whether the local process of a start lives; another may have its id by now."""
+    try:
+        os.kill(line["pid"], 0)
+        if not os.path.isdir("/proc/self"):
+            return True
+        ticks = int(Path(f"/proc/{line['pid']}/stat").read_text().rpartition(")")[2].split()[19])
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        return time.time() - age_s < line["at"] + CLOCK_S
+    except PermissionError:
+        return True
+    except (OSError, LookupError, ArithmeticError, ValueError, TypeError):
+        return False  # the process is gone, or the line damaged
 
 
 @contextmanager
@@ -139,10 +192,7 @@ def kept_still(run_dir: Path) -> Iterator[None]:
         yield
         return
     with (run_dir / FILE).open("rb+", buffering=0) as file:
-        try:
-            _lock(file)
-        except BlockingIOError:
-            raise HeldError(_holder(run_dir)) from None
+        _lock_run(file, run_dir)
         yield
 
 
@@ -151,10 +201,10 @@ def _opened(run_dir: Path) -> tuple[FileIO, bool]:
     while True:
         file = (run_dir / FILE).open("ab+", buffering=0)
         try:
-            is_locked = _lock(file)
-        except BlockingIOError:
+            is_locked = _lock_run(file, run_dir)
+        except HeldError:
             file.close()
-            raise HeldError(_holder(run_dir)) from None
+            raise
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), (run_dir / FILE).stat()):
                 return file, is_locked
@@ -166,6 +216,17 @@ def append(file: FileIO, line: bytes) -> None:
     """Write a whole line to an unbuffered file. OSError if a full disk takes only a part."""
     while line:
         line = line[file.write(line) :]
+
+
+def _lock_run(file: FileIO, run_dir: Path) -> bool:
+    """Lock the status file of a run; return whether it has locks. HeldError if it is held."""
+    try:
+        is_locked = _lock(file)
+    except BlockingIOError:
+        raise HeldError(_holder(run_dir)) from None
+    if _seems_held(run_dir / FILE, has_lock=is_locked):
+        raise HeldError(_holder(run_dir))
+    return is_locked
 
 
 def _lock(file: FileIO) -> bool:

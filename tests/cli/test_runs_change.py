@@ -176,6 +176,7 @@ def test_the_lock_is_held_while_a_run_is_renamed(monkeypatch):
         ("rm linked", "linked is a symlink or below one; the run is in "),
         ("rm behind/far", "behind/far is a symlink or below one; the run is in "),
         ("rm runs/behind/far", "runs/behind/far is a symlink or below one; the run is in "),
+        ("rm lnk/far", "lnk/far is a symlink or below one; the run is in "),
         ("rm outer", "outer contains 1 more runs: inner. Remove these first."),
         ("rm mine", "mine holds files that no run wrote: notes.txt, plots. Move them away first."),
     ],
@@ -188,7 +189,8 @@ def test_foreign_linked_and_nested_directories_are_refused_and_stay(words, messa
     Path("runs/mine/plots").mkdir()
     shutil.move(str(make("far")), "away/far")
     Path("runs/linked").symlink_to(Path("away/far").absolute())
-    Path("runs/behind").symlink_to(Path("away").absolute())
+    for link in ("runs/behind", "lnk"):
+        Path(link).symlink_to(Path("away").absolute())
     assert refused(capsys, *words.split(), "--yes").startswith(message)
 
 

@@ -363,6 +363,31 @@ def test_an_interrupted_writer_leaves_no_file(tmp_path, monkeypatch):
     assert {path.suffix for path in cache.iterdir()} == {".lock", ".tokens"}
 
 
+def test_two_writers_without_locks_have_the_same_tokens(tmp_path, monkeypatch):
+    """The second one writes the whole cache while the first one writes it."""
+
+    def no_locks(*_):
+        raise OSError(37, "No locks available")
+
+    def meanwhile(source, tokenizer):
+        yield next(pieces := encoded(source, tokenizer))
+        monkeypatch.setattr(token_cache, "encoded", encoded)
+        second.append(read())
+        yield from pieces
+
+    def read():
+        source = Source([file], frozenset(), Fields(), False)
+        return cached_tokens("t", source, byte_tokenizer(), "", str(tmp_path / "cache"))
+
+    encoded, second = token_cache.encoded, []
+    file = written(tmp_path / "a.jsonl", LINES)
+    monkeypatch.setattr(token_cache.fcntl, "flock", no_locks)
+    monkeypatch.setattr(token_cache, "encoded", meanwhile)
+    first = read()
+    assert first.ids.tobytes() == second[0].ids.tobytes() == read().ids.tobytes()
+    assert {path.suffix for path in (tmp_path / "cache").iterdir()} == {".lock", ".tokens"}
+
+
 def test_a_failed_writer_leaves_no_file(tmp_path, monkeypatch):
     monkeypatch.setattr(token_cache, "CHARS_AT_ONCE", 1)
     file = written(tmp_path / "a.jsonl", LINES + "{\n")

@@ -13,6 +13,7 @@ import sys
 import pytest
 from support.files import full_disk
 from support.run_pages import make, write
+from support.small_runs import ROWS
 
 from ppctl import cli
 from ppctl.reports import run_files, run_status
@@ -129,21 +130,89 @@ def test_a_child_of_the_run_that_outlives_it_does_not_hold_it(tmp_path):
         child.wait()
 
 
-def test_runs_of_other_machines_or_without_locks_have_no_known_end(tmp_path, monkeypatch):
-    def no_locks(*_):
-        raise OSError(95, "Operation not supported")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(fcntl, "flock", no_locks)
-        with started(tmp_path):
-            assert state(tmp_path) == ("no end recorded", None)
-    assert lines(tmp_path)[0]["is_locked"] is False
-    assert state(tmp_path) == ("no end recorded", None)
+def test_a_start_on_another_machine_without_an_end_is_not_claimed_to_be_broken_off(
+    tmp_path, monkeypatch
+):
     with started(tmp_path):
         pass
     assert state(tmp_path) == ("broken off", None)
     monkeypatch.setattr(run_status.platform, "node", lambda: "elsewhere")
     assert state(tmp_path) == ("no end recorded", None)
+
+
+UNLOCKED = (
+    "import fcntl\n"
+    "def no_locks(*_): raise OSError(37, 'No locks available')\n"
+    "fcntl.flock = no_locks\n"
+)
+
+
+@pytest.fixture
+def unlocked(tmp_path, request):
+    """A process that records a run in `tmp_path`, which had no lock for it."""
+    line = [sys.executable, "-c", UNLOCKED + KILLED, str(tmp_path)]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        yield process
+        process.kill()
+
+
+@pytest.fixture(params=[True, False], ids=["reader without locks", "reader with locks"])
+def maybe_without_locks(request, monkeypatch):
+    def no_locks(*_):
+        raise OSError(37, "No locks available")
+
+    if request.param:
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+    monkeypatch.setattr(run_status, "LOCK_S", 0.05)
+
+
+@pytest.mark.usefixtures("maybe_without_locks")
+def test_without_locks_host_and_process_tell_whether_a_run_goes_on(unlocked, tmp_path, capsys):
+    assert lines(tmp_path)[0]["is_locked"] is False
+    assert state(tmp_path) == ("running", None)
+    assert run_status.held_by(tmp_path) == unlocked.pid
+    for line in ("train recipes=tiny run.dir={}", "runs rm {} --yes", "runs prune {} --keep 1"):
+        assert cli.main(line.format(tmp_path).split()) == 2
+        assert str(unlocked.pid) in capsys.readouterr().err
+    with pytest.raises(HeldError) as error, RunStatus(tmp_path):
+        raise AssertionError("a second process records the run")
+    assert error.value.pid == unlocked.pid
+    with pytest.raises(HeldError), run_status.kept_still(tmp_path):
+        raise AssertionError("the run is removed while its process lives")
+    unlocked.kill()
+    unlocked.wait()
+    assert state(tmp_path) == ("broken off", None)
+    with RunStatus(tmp_path) as status:
+        status.begin(0)
+
+
+@pytest.mark.usefixtures("maybe_without_locks")
+def test_without_locks_the_time_of_its_files_tells_whether_a_run_elsewhere_goes_on(
+    unlocked, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(run_status.platform, "node", lambda: "elsewhere")
+    assert state(tmp_path) == ("running", None)
+    long_ago_s = os.stat(tmp_path).st_mtime - 2 * run_status.SILENT_S
+    for path in tmp_path.iterdir():
+        os.utime(path, (long_ago_s, long_ago_s))
+    assert state(tmp_path) == ("no end recorded", None)
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert state(tmp_path) == ("running", None)
+
+
+@pytest.mark.usefixtures("maybe_without_locks")
+def test_without_locks_a_later_process_with_the_number_of_a_run_is_not_the_run(tmp_path):
+    line = {"status": "started", **run_status.here(), "pid": os.getppid(), "is_locked": False}
+    (tmp_path / "status.jsonl").write_text(json.dumps(line | {"at": 1e9}) + "\n")
+    assert state(tmp_path) == ("broken off", None)
+
+
+def test_a_start_without_locks_prints_a_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run_status, "_lock", lambda _: False)
+    assert cli.main(["train", *ROWS.split(), f"run.dir={tmp_path}"]) == 0
+    assert "note      run.dir is on a file system without locks" in capsys.readouterr().out
 
 
 def test_a_second_process_in_the_same_run_dir_is_refused(tmp_path, monkeypatch):

@@ -31,7 +31,7 @@ Status:
   failed           by an error, which is shown
   broken off       its process ended without a record: killed, stopped while it compiled, or its
                    machine lost
-  no end recorded  unknown from this machine: it began on another one, or where files have no locks
+  no end recorded  unknown from this machine: it began on another one
   not started      it has settings and nothing else"""
 
 

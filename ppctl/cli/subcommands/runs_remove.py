@@ -33,7 +33,7 @@ from ppctl.reports.terminal_output import show_json, size_text
 class _Run(NamedTuple):
     name: str  # name as typed
     path: Path
-    top: Path  # directory of runs that contains `path`
+    top: Path  # directory of runs that contains `path`, else the start of the path
 
     @property
     def line(self) -> str:
@@ -81,7 +81,8 @@ def _find(name: str, top: Path) -> _Run:
     for path in (Path(name), top / name):
         if name and is_run(path):
             path = Path(os.path.normpath(path))
-            return _Run(name, path, top if _is_below(path, top) else path.parent)
+            start = Path(path.anchor or os.curdir)
+            return _Run(name, path, top if _is_below(path, top) else start)
     found, _ = find_run(name, [top])
     raise ConfigError(f"{name} is no run.{suggested([found])} Use a full name or a path.")
 
@@ -110,7 +111,7 @@ def _check_place(name: str, path: Path, top: Path) -> None:
     """
     real = Path(os.path.realpath(path))
     below = Path(os.path.relpath(os.path.abspath(path), os.path.abspath(top)))
-    if Path(os.path.realpath(top)) / below != real:
+    if os.path.normpath(os.path.realpath(top) / below) != str(real):
         remedy = "Name that path instead."
         raise ConfigError(f"{name} is a symlink or below one; the run is in {real}. {remedy}")
     if Path(os.path.realpath(os.curdir)).is_relative_to(real):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppctl.config import Transformer
+from ppctl.config.changed_settings import Change
 from ppctl.executors.compiler_options import text_of
 from ppctl.executors.device_mesh import hosts_text
 from ppctl.reports.bubble_names import bubble_text
@@ -19,8 +20,11 @@ from ppctl.training.pipeline.known_hardware import of_device
 LOCKSTEP_NOTICE = 1.05  # ratio of lockstep to free-running makespan; above it, a note is printed
 
 
-def describe(job: TrainingJob, start: int) -> Iterator[str]:
-    """Yield the lines that describe a run before it starts."""
+def describe(job: TrainingJob, start: int, changed: Sequence[Change] = ()) -> Iterator[str]:
+    """Yield the lines that describe a run before it starts after `start` steps.
+
+    changed: settings that differ from the checkpoint's.
+    """
     config, pipe = job.config, job.pipe
     device, model = pipe.mesh.devices.flat[0], config.model
     # 1. the model, its data and devices
@@ -41,6 +45,7 @@ def describe(job: TrainingJob, start: int) -> Iterator[str]:
     # 3. the run directory
     where = f"resuming after step {start}" if start else "from the start"
     yield f"run       {config.run.dir}, {where}"
+    yield from (f"changed   since step {start}: {each.arrow}" for each in changed)
 
 
 def linear_text(model: Transformer, device: Any) -> str:

@@ -118,8 +118,8 @@ def _train(
             check_disk(run, state_bytes(job))
         # 2. describe and record the start
         prediction = predict(job)
-        changed = [f"changed   since step {start}: {each.arrow}" for each in resumed.changed]
-        for line in (*describe(job, start), *changed, prediction.line()):
+        notes = () if status is None else status.notes
+        for line in (*describe(job, start, resumed.changed), prediction.line(), *notes):
             say(line)
         if status is not None:
             _record_start(job, status, resumed, overrides)
