@@ -14,6 +14,7 @@ from ppctl.reports.terminal_output import age_text, decimal_text, iso_text, size
 DESCENDING = ":desc"
 NEWEST = "age"  # column that orders the list without `--sort`
 USUAL = ("status", "step", "loss", "eval_loss", "mesh", "schedule", "lr", "age")
+LEAST = ("lr", "schedule", "mesh", "age", "eval_loss")  # usual columns that make room first
 ALIASES = {"lr": "optim.lr"}
 
 
@@ -41,7 +42,11 @@ _COLUMNS = (
         lambda run: run.loss,
         lambda run, _: _number_text(run.loss) if run.is_finite else "not finite",
     ),
-    Column("eval_loss", lambda run: run.eval_loss, lambda run, _: _number_text(run.eval_loss)),
+    Column(
+        "eval_loss",
+        lambda run: run.eval_loss,
+        lambda run, _: f"{_number_text(run.eval_loss)} {run.eval_note}".strip(),
+    ),
     Column("age", lambda run: -run.recorded_s, lambda run, now_s: age_text(now_s - run.recorded_s)),
     Column("started", lambda run: run.started_s, lambda run, _: iso_text(run.started_s) or ""),
     Column("size", _size, lambda run, _: size_text(_size(run))),
@@ -98,6 +103,11 @@ def columns_of(words: str | None, runs: Sequence[RunSummary]) -> list[Column]:
     usual = [column_of(name) for name in USUAL] if words is None or words.startswith("+") else []
     filled = [each for each in usual if any(each.text(run, 0.0) for run in runs)]
     return list({each.name: each for each in (OWN_COLUMNS["run"], *filled, *chosen)}.values())
+
+
+def least_of(words: str | None) -> list[str]:
+    """Return the columns that a narrow terminal leaves out first: not those that words names."""
+    return [name for name in LEAST if name not in (words or "").lstrip("+").split(",")]
 
 
 def orders_of(words: str | None, runs: Sequence[RunSummary]) -> list[Order]:

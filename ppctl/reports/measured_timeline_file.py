@@ -22,6 +22,7 @@ from ppctl.reports.bubble_names import bubble_text
 from ppctl.reports.charts.html_charts import schedules_page
 from ppctl.reports.charts.schedule_drawing import Drawing
 from ppctl.reports.foreign_files import from_json
+from ppctl.reports.terminal_output import seconds_text
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule, Task
 from ppctl.schedule.schedule_text import from_csv, to_csv
@@ -109,8 +110,8 @@ def write_timeline(
     some = of_ranks if is_few else (min(of_ranks), max(of_ranks))
     each = (" " if is_few else " to ").join(f"{bubble:.1%}" for bubble in some)
     return [
-        f"timeline  {directory}: step {timeline.makespan_s:.4f} s; simulated with the tasks' mean "
-        f"times, it takes {simulated.makespan_s:.4f} s",
+        f"timeline  {directory}: step {seconds_text(timeline.makespan_s)}; simulated with the "
+        f"tasks' mean times, it takes {seconds_text(simulated.makespan_s)}",
         f"bubble    {bubble_text(ideal, predicted, timeline.bubble_fraction)} (ranks {each})",
     ]
 

@@ -15,7 +15,13 @@ from urllib.parse import quote
 
 from ppctl.reports.charts.palette import MARKS, SIGNS, line_style
 from ppctl.reports.foreign_files import printable
-from ppctl.reports.terminal_output import SPEEDS, decimal_text, size_text
+from ppctl.reports.terminal_output import (
+    SPEEDS,
+    decimal_text,
+    seconds_column,
+    seconds_text,
+    size_text,
+)
 
 YES, NO, UNKNOWN = ("yes", "&#10003;"), ("no", "&#10007;"), ("maybe", "?")  # colour, mark
 GOES_ON = ("maybe", "&#9654;")
@@ -27,8 +33,8 @@ NUMBERS: dict[str, tuple[str, Form]] = {  # column heading and format, by name i
     "eval_loss": ("eval loss", decimal_text),
     "grad_norm": ("gradient norm", "{:.4g}".format),
     "lr": ("learning rate", "{:.3e}".format),
-    "step_time_s": ("s/step", "{:.4g}".format),
-    "predicted_step_time_s": ("s/step, predicted", "{:.4g}".format),
+    "step_time_s": ("step time", seconds_text),
+    "predicted_step_time_s": ("step time, predicted", seconds_text),
     **{name: (unit, "{:,.0f}".format) for name, unit in SPEEDS.items()},
     "mfu_fraction": ("MFU", "{:.1%}".format),
     "ideal_bubble_fraction": ("bubble, ideal", "{:.1%}".format),
@@ -85,6 +91,21 @@ def exact(value: float, words: str) -> str:
 def number(name: str, value: float | None, missing: str = "") -> str:
     """Return a number of a record in the format of NUMBERS; missing: html for None."""
     return missing if value is None else exact(value, NUMBERS[name][1](value))
+
+
+def column(
+    name: str, values: Sequence[float | None], missing: str = "", texts: Sequence[str] | None = None
+) -> list[str]:
+    """Return the cells of a column of numbers, durations in one unit. texts: see `column_texts`."""
+    pairs = zip(values, texts or column_texts(name, values), strict=True)
+    return [missing if value is None else exact(value, words) for value, words in pairs]
+
+
+def column_texts(name: str, values: Sequence[float | None]) -> list[str]:
+    """Return the texts of a column in the format of NUMBERS; durations in one unit, "" for None."""
+    if name.endswith("step_time_s"):
+        return seconds_column(values)
+    return ["" if value is None else NUMBERS[name][1](value) for value in values]
 
 
 def soft(content: str) -> str:

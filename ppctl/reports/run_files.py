@@ -52,6 +52,7 @@ class RunSummary(NamedTuple):
     loss: float | None  # loss of the newest step; None: not recorded or not finite
     is_finite: bool  # False if the newest loss is recorded and not finite
     eval_loss: float | None  # loss of the newest evaluation
+    eval_step: int | None  # finished steps at the newest evaluation
     started_s: float | None  # first start, seconds since 1970; None: not recorded
     recorded_s: float  # newest record, seconds since 1970
     config: Mapping[str, Any]  # settings of the newest start; empty: unreadable
@@ -62,6 +63,11 @@ class RunSummary(NamedTuple):
     def steps_text(self) -> str:
         """Return finished and all steps, as in `3 of 10`."""
         return f"{self.step} of {'?' if self.num_steps is None else self.num_steps}"
+
+    @property
+    def eval_note(self) -> str:
+        """Return "at step N" if the newest evaluation is of an earlier step than the loss."""
+        return "" if self.eval_step in (None, self.step) else f"at step {self.eval_step:,}"
 
     @property
     def resume_note(self) -> str:
@@ -194,6 +200,7 @@ def run_summary(name: str, path: Path) -> RunSummary:
         loss if is_finite else None,
         is_finite,
         record_number(evaluation.record, "eval_loss"),
+        whole_number(evaluation.record, "step"),
         _started_s(path / run_status.FILE),
         max(written) if written else _written_s(path),
         config,

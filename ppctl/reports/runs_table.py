@@ -7,8 +7,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-
 from ppctl.errors import ConfigError, nearest, suggested
 from ppctl.reports.foreign_files import printable
 from ppctl.reports.run_files import (
@@ -28,12 +26,14 @@ from ppctl.reports.terminal_output import (
     age_text,
     decimal_text,
     iso_text,
+    seconds_text,
     show_json,
     show_lines,
     show_table,
     size_text,
 )
 
+HEADINGS = {"eval_loss": "eval loss"}
 MOST_NAMED = 10  # runs listed in an error
 
 
@@ -41,18 +41,18 @@ def list_runs(
     runs: Sequence[RunSummary],
     title: str,
     columns: Mapping[str, Sequence[str]],
+    least: Sequence[str],
     closed: Sequence[str],
 ) -> int:
     """Print a table of runs, then a line for each problem; return 0.
 
-    columns: the text of each run, by column. closed: lines on unreadable directories.
+    columns: the text of each run, by column. least: the columns that make room first. closed: lines
+    on unreadable directories.
     """
     console = OutputConsole()
-    heads = [name.replace("eval_loss", "eval loss") for name in columns]
-    rows = [
-        [escape(printable(text)) for text in row] for row in zip(*columns.values(), strict=True)
-    ]
-    show_table(console, title, heads, rows)
+    heads, last = ([HEADINGS.get(name, name) for name in names] for names in (columns, least))
+    rows = [[*map(printable, row)] for row in zip(*columns.values(), strict=True)]
+    show_table(console, title, heads, rows, last)
     for run in runs:
         for line in (*([run.reason] if run.reason else []), *run.problems):
             show_lines(console, printable(f"{run.name}: {line}"))
@@ -179,7 +179,7 @@ def run_document(run: RecordedRun) -> dict[str, Any]:
 
 def summary_document(run: RunSummary, now_s: float) -> dict[str, Any]:
     """Return the state of a run and its settings as a JSON document."""
-    state = ("status", "reason", "step", "num_steps", "loss", "eval_loss")
+    state = ("status", "reason", "step", "num_steps", "loss", "eval_loss", "eval_step")
     place = {"name": run.name, "run_dir": str(run.path)}
     return {**place, **{name: getattr(run, name) for name in state}} | {
         "started": iso_text(run.started_s),
@@ -210,7 +210,7 @@ def _speed_text(run: RecordedRun) -> str:
     if step_s is None:
         return ""
     speed = "" if run.speed is None else f", {run.median(run.speed):,.0f} {SPEEDS[run.speed]}"
-    return f"{step_s:.3g} s a step{speed} (medians)"
+    return f"{seconds_text(step_s)} a step{speed} (medians)"
 
 
 def _checkpoints_text(path: Path, steps: Sequence[int]) -> str:

@@ -11,15 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
+from rich.cells import cell_len
 from rich.console import Console
-from rich.segment import Segments
-from rich.table import Table
 from rich.text import Text
 
 from ppctl.errors import ConfigError
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+GAP = "  "  # between two columns of a table
 SPEEDS = {"tokens_per_s": "tok/s", "rows_per_s": "rows/s"}  # units of the speeds in records
 
 
@@ -42,27 +41,85 @@ class OutputConsole(Console):
 
 
 def show_table(
-    console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
+    console: Console,
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    least: Sequence[str] = (),
 ) -> None:
-    """Print a table of full width, its first column left-aligned and the others right-aligned."""
-    look = {"title_justify": "left", "title_style": "bold", "box": box.SIMPLE_HEAD}
-    table = Table(title=title, pad_edge=False, **look)
-    cells = [[Text.from_markup(cell, emoji=False) for cell in row] for row in (columns, *rows)]
-    for i, column in enumerate(columns):
-        width = max(row[i].cell_len for row in cells)  # rich would measure each cell 4 times
-        table.add_column(column, justify="right" if i else "left", no_wrap=True, width=width)
-    for row in cells[1:]:
-        table.add_row(*row)
-    # print() would cut the table to the console's width, so lay it out at its full width first
-    width = console.measure(table, options=console.options.update(width=10_000)).maximum
-    segments = console.render(table, console.options.update(width=width))
-    console.print(Segments(segments), soft_wrap=True, end="")
+    """Print a table, numbers right-aligned, without empty columns and trailing spaces.
+
+    If it is wider than the terminal, headings and a long first column wrap. Then columns are left
+    out, and a line names them. Files and pipes get all columns.
+
+    Args:
+        console: The terminal, file or pipe.
+        title: A line above the table; "" for none.
+        columns: The headings.
+        rows: The cells; the first column names the row and is never left out.
+        least: The columns to leave out first, in this order; the others follow from the right.
+    """
+    table = [tuple(row) for row in rows]
+    width = console.width if console.file.isatty() else sys.maxsize
+    widths, left_out = _fitted(columns, table, width, least)
+    is_number = {i: i > 0 and any(row[i][:1].isdigit() for row in table) for i in widths}
+
+    def line(cells: Sequence[str], look: str = "") -> Text:
+        pieces = [Text(cells[i], look).wrap(console, widths[i]) for i in widths]
+        height, texts = max(map(len, pieces)), list[Text]()
+        for number in range(height):
+            text = Text()
+            for i, piece in zip(widths, pieces, strict=True):
+                at = number - height + len(piece) if look else number  # headings end at the rule
+                cell = piece[at] if 0 <= at < len(piece) else Text()
+                cell.rstrip()
+                cell.align("right" if is_number[i] else "left", widths[i])
+                text = text + cell + GAP
+            text.rstrip()
+            texts.append(text)
+        return Text("\n").join(texts)
+
+    rule = "\u2500" * (sum(widths.values()) + len(GAP) * (len(widths) - 1))
+    head = [Text(title, "bold")] if title else []
+    show_lines(console, *head, line(columns, "bold"), rule, *map(line, table))
+    if left_out:
+        names = ", ".join(columns[i] for i in left_out)
+        show_lines(console, f"not shown: {names} (use a wider terminal, | cat, or --json)")
+    show_lines(console, "")
+
+
+def _fitted(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], room: int, least: Sequence[str]
+) -> tuple[dict[int, int], list[int]]:
+    """Return the width of each shown column, and the columns left out; see `show_table`."""
+    # 1. all columns with a value
+    shown = [i for i in range(len(columns)) if not i or any(row[i] for row in rows)]
+    cells = {i: max((cell_len(row[i]) for row in rows), default=0) for i in shown}
+    widths = {i: max(cells[i], cell_len(columns[i])) for i in shown}
+
+    def spare() -> int:
+        return room - sum(widths.values()) - len(GAP) * (len(widths) - 1)
+
+    # 2. wrap the headings, then the first column
+    if spare() < 0:
+        words = {i: max(map(cell_len, columns[i].split()), default=0) for i in shown}
+        widths = {i: max(cells[i], words[i]) for i in shown}
+        widths[0] = min(widths[0], max(room // 2, words[0]))
+    # 3. leave out the least important columns
+    order = [columns.index(name) for name in least if name in columns]
+    order = [i for i in dict.fromkeys([*order, *reversed(shown)]) if i in shown and i]
+    left_out = []
+    while order and spare() < 0:
+        left_out.append(order.pop(0))
+        del widths[left_out[-1]]
+    widths[0] = min(max(cells[0], widths[0]), widths[0] + max(spare(), 0))
+    return widths, sorted(left_out)
 
 
 def show_lines(console: Console, *lines: str | Text) -> None:
     """Print lines of plain text without wrapping."""
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 def show_json(document: Any) -> None:
@@ -78,6 +135,24 @@ def decimal_text(value: float) -> str:
     """
     is_usual = 0.01 <= abs(value) < 1e6 or not value
     return f"{value:.4f}" if is_usual else f"{value:.3e}"
+
+
+def seconds_text(seconds: float, largest: float | None = None, digits: int = 4) -> str:
+    """Return a duration in s, ms or us. largest: the duration that chooses the unit, in seconds.
+
+    >>> seconds_text(3.8e-05), seconds_text(0.0123456), seconds_text(2e-5, 0.5), seconds_text(71943)
+    ('38 us', '12.35 ms', '0.02 ms', '71,943 s')
+    """
+    of = seconds if largest is None else largest
+    unit, size = ("s", 1.0) if not of or of >= 1 else ("ms", 1e-3) if of >= 1e-3 else ("us", 1e-6)
+    value = seconds / size
+    return f"{value:,.0f} {unit}" if value >= 10**digits else f"{value:,.{digits}g} {unit}"
+
+
+def seconds_column(column: Sequence[float | None], unknown: str = "") -> list[str]:
+    """Return durations in the unit of the longest; unknown: the text for None."""
+    largest = max((each for each in column if each is not None), default=None)
+    return [unknown if each is None else seconds_text(each, largest) for each in column]
 
 
 def size_text(num_bytes: int) -> str:

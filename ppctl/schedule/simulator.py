@@ -31,15 +31,24 @@ class Timeline:
     start_s: dict[Task, float]  # seconds after the step's start
     end_s: dict[Task, float]  # seconds after the step's start
     is_uneven: bool = False  # whether equal tasks may take unequal times: measured, shared cores
+    ticks_s: float | None = None  # seconds of all ticks with their transfers; None: no lockstep
 
     @cached_property
     def makespan_s(self) -> float:
-        """Return the step time, in seconds, with a barrier at its end: first start to last end."""
-        return max(self.end_s.values())
+        """Return the step time, in seconds, with a barrier at its end: first start to last end.
+
+        The last tick ends with its transfer.
+        """
+        return max(self.end_s.values()) if self.ticks_s is None else self.ticks_s
 
     @cached_property
     def period_s(self) -> float:
-        """Return the step time in seconds without a barrier: the longest span of a rank's tasks."""
+        """Return the step time in seconds without a barrier: the longest span of a rank's tasks.
+
+        Ranks in lockstep have a barrier after every tick.
+        """
+        if self.ticks_s is not None:
+            return self.ticks_s
         return max(self.end_s[tasks[-1]] - self.start_s[tasks[0]] for tasks in self.schedule.ranks)
 
     @cached_property
@@ -221,4 +230,4 @@ def lockstep(ticks: Ticks, costs: Costs, capacity: float) -> Timeline:
             for task, span in zip(tasks, pairwise(at_s), strict=True):
                 start_s[task], end_s[task] = span
         now += after(max(works_s))
-    return Timeline(ticks.schedule, costs, start_s, end_s, is_uneven=True)
+    return Timeline(ticks.schedule, costs, start_s, end_s, is_uneven=True, ticks_s=now)

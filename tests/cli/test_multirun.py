@@ -67,7 +67,7 @@ def test_a_sweep_runs_each_job_in_a_separate_process_and_directory(
         {"layers": n, "dir": f"runs/abc/model.num_layers={n}", "as_json": True} for n in (2, 3, 4)
     ]  # the failing second job did not stop the third
     assert done.returncode == 1
-    rows = re.findall(r"^ \d: model.num_layers=(\d) +(\w+)", done.stderr, re.MULTILINE)
+    rows = re.findall(r"^\d: model.num_layers=(\d) +(\w+)", done.stderr, re.MULTILINE)
     assert rows == [("2", "finished"), ("3", "failed"), ("4", "finished")]
     assert "ppctl: job 1: model.num_layers=3: ended with exit code 1\n" in done.stderr
     left = {

@@ -65,7 +65,7 @@ def test_the_page_of_a_run_shows_its_state_and_predicted_vs_measured(capsys):
     for expected in (
         "failed at step 9 of 9: disk full.",
         "Loss 0.4444 of the newest step",
-        "Eval loss 1.5000 the newest",
+        "Eval loss 1.5000 at step 8",
         "Step time 0.5 s median, predicted 0.4 s",
         "Speed 10,000 tok/s median",
         "Bubble 25.0% 12.5% ideal, 20.0% predicted, 25.0% measured",

@@ -170,7 +170,7 @@ def test_a_narrow_terminal_cuts_no_table(capsys, monkeypatch):
 def test_list_has_every_family_and_the_reason_for_a_missing_one(capsys):
     out = ask(capsys, "list mesh=1x4 schedule.num_microbatches=8")
     for family in FAMILIES:
-        assert re.search(rf"^ {family} .*\d%", out, re.MULTILINE), family  # its row
+        assert re.search(rf"^{family} .*\d%", out, re.MULTILINE), family  # its row
         assert re.search(rf"^{family} +\S.*(F|p|m)", out, re.MULTILINE), family  # its formulas
     said = ask_json(capsys, "list mesh=1x4 schedule.num_microbatches=10")
     assert "num_microbatches=10 is not a multiple of num_ranks=4" in said["refused"]["interleaved"]

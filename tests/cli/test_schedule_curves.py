@@ -53,7 +53,7 @@ def test_sizes_that_a_schedule_refuses_are_gaps_with_a_note(capsys):
     assert "num_microbatches=6 is not a multiple of num_ranks=4" in refused[4, 6]
     assert cli.main(["schedule", "curves", *line.split()]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"^ 4 +\d+\.\d% *$", shown, re.MULTILINE)  # m=4: p=4 alone
+    assert re.search(r"^4 +\d+\.\d% *$", shown, re.MULTILINE)  # m=4: p=4 alone
     assert "p=4 m=6: num_microbatches=6 is not a multiple" in shown
 
 
@@ -64,7 +64,7 @@ def test_tables_and_figures_show_the_same_lines(capsys, tmp_path):
     assert re.search(
         r"ranks +m=4 +m=8 +m=16 +m=32", shown
     )  # more ranks than microbatches: they run down
-    assert re.search(r"^ 4 +42.9% +27.3% +15.8% +8.6%", shown, re.MULTILINE)
+    assert re.search(r"^4 +42.9% +27.3% +15.8% +8.6%", shown, re.MULTILINE)
     assert re.search(r"memory of all ranks \(MB\)\s+ranks +m=4, 30 MB .*m=8, 10 MB", shown)
     out = tmp_path / "c.svg"
     assert cli.main(["schedule", "curves", *words, "--out", str(out)]) == 0

@@ -65,7 +65,7 @@ def test_jobs_states_axes_and_best_are_shown(capsys):
         assert line in lines
     assert any("5 jobs: 2 finished, 2 failed, 1 not started" in line for line in lines)
     [row] = [line for line in lines if "2: schedule" in line]
-    numbers = ["finished", "3", "1.0000", "0.5", "10,000"]
+    numbers = ["finished", "3", "1.0000", "500", "ms", "10,000"]
     assert row.split() == ["2:", "schedule=gpipe", "optim.lr=0.003", *numbers]
 
 

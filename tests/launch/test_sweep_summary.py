@@ -184,11 +184,29 @@ def test_the_best_is_a_path_first_and_digits_tell_jobs_apart():
     assert best_of(results(jobs))[0].place == str(jobs[0].run_dir)
 
 
+def test_rounding_does_not_choose_the_best():
+    """Two layouts compute the same function: the table and the line name both."""
+    jobs = [
+        left(job_of(i, **{"optim.lr": 0.1}), (4.0, 1.0), eval_loss=4.0865130 - i * 1e-7)
+        for i in range(2)
+    ]
+    assert best_of(results(jobs))[0].text.endswith("; the same in job 0")
+    out = io.StringIO()
+    show_results(Console(file=out, width=200), results(jobs))
+    assert out.getvalue().count(" 4.0865 ") == 2
+
+
+def test_an_evaluation_before_the_first_step_is_no_result():
+    job = left(job_of(0), (4.0, 1.0))
+    (job.run_dir / "eval.jsonl").write_text('{"step": 0, "eval_loss": 5.5}\n')
+    assert numbers_of(job.run_dir)["eval_loss"] is None
+
+
 def test_the_last_table_has_the_numbers_that_decided():
     jobs = [left(job_of(i), (4.0, 1.0), eval_loss=1.0 + i * 1e-5) for i in range(2)]
     out = io.StringIO()
     show_results(Console(file=out, width=200), results(jobs))
-    columns = r"job +status +steps +loss +eval loss +s/step +tok/s +seconds"
+    columns = r"job +status +steps +loss +eval loss +step time +tok/s +seconds"
     assert re.search(columns, out.getvalue())
     assert "1.00001" in out.getvalue()
 

@@ -69,10 +69,10 @@ def test_every_record_holds_prediction_and_compiled_memory_and_the_last_line_com
     source = r"\(hardware=host\)"
     bubble = r"bubble 33.3% ideal, [\d.]+% predicted"
     assert re.fullmatch(
-        rf"plan      [\d.e-]+ s a step, {bubble}, .* a device predicted {source}", first
+        rf"plan      [\d.]+ [mu]?s a step, {bubble}, .* a device predicted {source}", first
     )
     assert re.fullmatch(
-        r"plan      \S+ s a step predicted, \S+ measured \([\d.]+ times; "
+        r"plan      \S+ [mu]?s a step predicted, \S+ [mu]?s measured \([\d.]+ times; "
         r"hardware=host\); \S+ \w+ a device predicted, \S+ \w+ compiled",
         last,
     )
@@ -95,22 +95,22 @@ def test_of_unknown_hardware_no_time_is_predicted_and_it_trains(train, monkeypat
         r"unknown hardware\)",
         first,
     )
-    assert last.endswith(" s a step measured, none predicted")
+    assert last.endswith("s a step measured, none predicted")
 
 
 def test_lines_for_people():
-    assert KNOWN.line() == "plan      0.5 s a step, 3.0 MiB a device predicted (hardware=host)"
+    assert KNOWN.line() == "plan      500 ms a step, 3.0 MiB a device predicted (hardware=host)"
     found = replace(KNOWN, ideal_bubble_fraction=0.025, bubble_fraction=0.203)
     assert found.line() == (
-        "plan      0.5 s a step, bubble 2.5% ideal, 20.3% predicted, "
+        "plan      500 ms a step, bubble 2.5% ideal, 20.3% predicted, "
         "3.0 MiB a device predicted (hardware=host)"
     )
     assert KNOWN.compared([9.0, 0.25, 0.2], 4 * 2**20) == (
-        "plan      0.5 s a step predicted, 0.25 measured (2.00 times; "
+        "plan      500 ms a step predicted, 250 ms measured (2.00 times; "
         "hardware=host); 3.0 MiB a device predicted, 4.0 MiB compiled"
     )
     assert UNKNOWN.compared([0.25], 4 * 2**20) == (
-        "plan      3.0 MiB a device predicted, 4.0 MiB compiled; 0.25 s a step measured, none "
+        "plan      3.0 MiB a device predicted, 4.0 MiB compiled; 250 ms a step measured, none "
         "predicted"
     )
 

@@ -78,17 +78,18 @@ def test_free_running_ranks_end_where_the_step_does(family, capacity):
 @pytest.mark.parametrize("family", ON_RING)
 @pytest.mark.parametrize("keeps_input", [False, True])
 @pytest.mark.parametrize("capacity", CAPACITIES)
-def test_ticks_end_where_the_step_does_but_for_the_last_transfer(family, keeps_input, capacity):
-    asked = some(family, capacity, keeps_input=keeps_input)
-    timeline = step_timeline(*asked)
+@pytest.mark.parametrize("hop_s", [0.0, 0.3])
+def test_a_chart_of_ticks_has_the_time_and_the_bubble_of_the_step(
+    family, keeps_input, capacity, hop_s
+):
+    """The last tick sends, too: the chart of a plan ends with its transfer."""
+    asked = some(family, capacity, keeps_input=keeps_input, hop_s=hop_s)
+    timeline, step = step_timeline(*asked), step_time(*asked)
     check_order(timeline)
-    assert timeline.makespan_s == pytest.approx(step_time(*asked).pipeline_s, rel=1e-12)
-    asked = some(family, capacity, keeps_input=keeps_input, hop_s=0.3)
-    timeline = step_timeline(*asked)
-    check_order(timeline)
-    last_s = step_time(*asked).pipeline_s - timeline.makespan_s
-    assert last_s * NEAR >= 0.3
-    assert last_s <= 0.3 * max(1.0, 4 / capacity) * NEAR
+    assert timeline.makespan_s == timeline.period_s
+    assert timeline.makespan_s == pytest.approx(step.pipeline_s, rel=1e-12)
+    if capacity == inf:
+        assert timeline.bubble_fraction == pytest.approx(step.bubble_fraction, rel=1e-9)
 
 
 def test_ranks_that_share_a_core_in_a_tick_by_hand():

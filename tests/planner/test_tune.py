@@ -48,7 +48,7 @@ def test_a_table_a_line_about_pipelines_and_a_recipe(tuned):
         rf"[\d,]+ layouts for 4 x host of .* {limit}: 0 too large, [\d,]+ simulated in [\d.]+ s",
         head,
     )
-    assert len(re.findall(r"^ +\d+ +\d+x", out, re.MULTILINE)) == 10
+    assert len(re.findall(r"^\d+ +\d+x", out, re.MULTILINE)) == 10
     assert "pipeline" in out
     assert re.search(r"predicted +per-step", out)
     assert ("|" in out) == ("stages as partition.layers takes them: E embedding, t layer" in out)

@@ -230,3 +230,15 @@ def test_matplotlib_is_loaded_by_figures_only():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False False\n"
+
+
+def test_rounding_is_no_trend_and_the_axis_has_whole_numbers():
+    """Losses that differ in the last digit of float32 are a flat line at 3.46385."""
+    points = [(float(x), 3.463847 + 2.4e-7 * (x % 2)) for x in range(1, 9)]
+    drawn = curves_svg({"loss": points}, title="Loss", x_name="step")
+    ticks = [t.text for group in groups(drawn, "ytick") for t in group.iter("text")]
+    assert all(text.startswith("3.46") for text in ticks)
+    assert len({*ticks}) == len(ticks)
+    y = [y for _, y in places(groups(drawn, "data")[0])]
+    assert max(y) - min(y) < 0.02 * HEIGHT
+    assert "1e" not in "".join(ET.fromstring(drawn).itertext())

@@ -72,6 +72,13 @@ def test_the_tails_of_files_hold_the_progress_of_a_run(tmp_path):
     assert run.status == "no end recorded"
 
 
+def test_an_evaluation_of_an_earlier_step_says_so(tmp_path):
+    now = '{"step": 3, "eval_loss": 2.5}\n'
+    assert found(make(tmp_path / "a", eval=now)).eval_note == ""
+    first = '{"step": 0, "eval_loss": 5.5}\n'
+    assert found(make(tmp_path / "b", eval=first)).eval_note == "at step 0"
+
+
 def test_long_lines_are_read_whole(tmp_path):
     line = json.dumps({"step": 7, "x": "y" * 20_000, "loss": 1.0}) + "\n"
     run = found(make(tmp_path / "a", last=line))

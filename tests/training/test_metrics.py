@@ -151,7 +151,7 @@ def test_the_first_the_last_and_every_nth_step_are_one_plain_line(tmp_path):
     ]
     assert (
         lines[0]
-        == "step  1/20  loss 3.1416  grad_norm 0.912  lr 1.0e-03  12,345 tok/s  0.123 s/step"
+        == "step  1/20  loss 3.1416  grad_norm 0.912  lr 1.0e-03  12,345 tok/s  123 ms/step"
     )
 
 
@@ -168,9 +168,9 @@ def test_a_line_shows_the_mean_of_the_steps_since_the_one_before(tmp_path):
                 }
             )
     assert console.file.getvalue().splitlines() == [
-        "step 1/5  200 tok/s  mfu 10.0%  0.500 s/step",
-        "step 4/5  273 tok/s  mfu 13.6%  0.367 s/step",
-        "step 5/5  250 tok/s  mfu 12.5%  0.400 s/step",
+        "step 1/5  200 tok/s  mfu 10.0%  500 ms/step",
+        "step 4/5  273 tok/s  mfu 13.6%  367 ms/step",
+        "step 5/5  250 tok/s  mfu 12.5%  400 ms/step",
     ]
     assert [record["step_time_s"] for record in read(tmp_path / "metrics.jsonl")] == own_s
 
@@ -199,7 +199,7 @@ def test_a_run_over_rows_shows_rows(tmp_path):
         written.log_eval(1, {"eval_loss": math.nan})
         written.note("checkpoint [1] saved")
     assert console.file.getvalue() == (
-        "step  1/20  loss 1.000e-04  5,000 rows/s  mfu 25.0%  2.000 s/step\n"
+        "step  1/20  loss 1.000e-04  5,000 rows/s  mfu 25.0%  2 s/step\n"
         "eval  1/20  eval_loss nan\n"
         "checkpoint [1] saved\n"
     )

@@ -85,7 +85,7 @@ def _refuse(options: argparse.Namespace, whose: str, *names: str) -> None:
 
 
 def _list(words: list[str], options: argparse.Namespace) -> int:
-    from ppctl.cli.runs_selection import columns_of, ordered, orders_of
+    from ppctl.cli.runs_selection import columns_of, least_of, ordered, orders_of
     from ppctl.cli.subcommands.runs_sweep import find_sweep, jobs_without_runs
     from ppctl.reports import runs_table
     from ppctl.reports.foreign_files import printable
@@ -112,7 +112,7 @@ def _list(words: list[str], options: argparse.Namespace) -> int:
     columns = columns_of(options.columns, found)
     texts = {each.name: [each.text(run, now_s) for run in shown] for each in columns}
     title = f"{len(found)} run{'s' * (len(found) != 1)} in {where}"
-    return runs_table.list_runs(shown, title, texts, closed)
+    return runs_table.list_runs(shown, title, texts, least_of(options.columns), closed)
 
 
 def _show(words: list[str], options: argparse.Namespace) -> int:

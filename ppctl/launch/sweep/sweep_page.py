@@ -4,14 +4,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 from ppctl.launch.sweep.sweep_jobs import DONE, FILES, Result
 from ppctl.launch.sweep.sweep_records import (
     LOSSES,
     best_of,
-    decimals,
     equal_errors,
+    loss_column,
     side_by_side_note,
     state_counts,
 )
@@ -29,9 +28,9 @@ SHOWN = (  # columns of the table, from a record
     *("memory_bytes", "seconds"),
 )
 ABOUT = (
-    "Seconds of a step and tok/s are medians over all steps of a run; predicted seconds of a step "
-    f"are the planner's. {bubbles.ABOUT} Memory: that of the fullest device, as compiled. Seconds "
-    "in all cover this sweep, with start and compilation."
+    "Step time and tok/s are medians over all steps of a run; the predicted step time is the "
+    f"planner's. {bubbles.ABOUT} Memory: that of the fullest device, as compiled. Seconds in all "
+    "cover this sweep, with start and compilation."
 )
 
 
@@ -103,22 +102,20 @@ def _jobs(file: Path, results: Sequence[Result]) -> str:
     numbers = [{**each.numbers, "seconds": each.seconds} for each in results]
     present = [name for name in SHOWN if any(each[name] is not None for each in numbers)]
     keys = list(dict.fromkeys(name for result in results for name in result.job.values))
-    digits = {name: decimals(each[name] for each in numbers) for name in LOSSES}
-
-    def cell(name: str, value: Any) -> str:
-        if name in digits and value is not None:
-            return kit.exact(value, f"{value:.{digits[name]}f}")
-        return kit.number(name, value)
-
+    cells = []
+    for name in present:
+        values = [each[name] for each in numbers]
+        texts = loss_column(values) if name in LOSSES else None
+        cells.append(kit.column(name, values, texts=texts))
     rows = []
-    for result, known in zip(results, numbers, strict=True):
+    for result, *known in zip(results, *cells, strict=True):
         job, state = result.job, result.status
         values = [kit.text(str(job.values.get(name, ""))) for name in keys]
         index, report = str(job.index), job.run_dir / REPORT
         if report.is_file():
             index = kit.link(report, file, index)
         status = f'<span class="{state}">{state}</span>'
-        rows.append([index, *values, status, *(cell(name, known[name]) for name in present)])
+        rows.append([index, *values, status, *known])
     head = ["job", *map(kit.breakable, keys), "status", *(kit.NUMBERS[name][0] for name in present)]
     return kit.table("all jobs", head, rows, "jobs") + kit.soft(ABOUT)
 

@@ -4,12 +4,11 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.markup import escape
 
 from ppctl.config.changed_settings import shown
 from ppctl.launch.local_processes import newest_checkpoint
@@ -28,7 +27,9 @@ ENDS = ("status", "exit_code", "seconds", "error", "run_dir")
 LAYOUT = ("mesh", "schedule", "partition", "executor", "hardware", "launch")
 LOSSES = ("final_loss", "eval_loss")
 MEDIANS = ("step_time_s", *SPEEDS)
+LEAST = ("seconds", "step time", "steps")  # columns that make room in a narrow terminal
 LEAST_DECIMALS, MOST_DECIMALS = 4, 9  # decimals of a loss
+DIGITS = 7  # digits of a loss that rounding in float32 leaves alone, about
 
 
 def numbers_of(run_dir: Path, since_s: float = 0.0) -> dict[str, Any]:
@@ -37,7 +38,8 @@ def numbers_of(run_dir: Path, since_s: float = 0.0) -> dict[str, Any]:
     _, last_evaluation = _curves(run_dir / "eval.jsonl", since_s)
     numbers: dict[str, Any] = {name: _number(last, name) for name in NUMBERS}
     numbers |= {"steps": whole_number(last, "step"), "final_loss": _number(last, "loss")}
-    numbers["eval_loss"] = _number(last_evaluation, "eval_loss")
+    if whole_number(last_evaluation, "step") or not numbers["steps"]:  # of a trained model
+        numbers["eval_loss"] = _number(last_evaluation, "eval_loss")
     numbers |= {name: curves[name].median if name in curves else None for name in MEDIANS}
     timeline = run_dir / "timeline" / "timeline.csv"
     numbers["measured_bubble_fraction"] = measured_bubble(timeline, since_s)
@@ -92,19 +94,17 @@ def show_results(console: Console, results: Sequence[Result]) -> None:
     """Print a table of jobs, and each error once."""
     names = ("steps", *LOSSES, "step_time_s", *SPEEDS)
     present = [name for name in names if any(each.numbers[name] is not None for each in results)]
-    digits = {name: decimals(each.numbers[name] for each in results) for name in LOSSES}
-    rows = []
-    for each in results:
-        cells = [f"{each.job.index}: {each.job.name}", each.status]
-        cells[1] += f" ({each.code})" if each.code else ""
-        for name in present:
-            value, form = each.numbers[name], kit.NUMBERS[name][1]
-            text = f"{value:.{digits[name]}f}" if value is not None and name in digits else None
-            cells.append(text or ("" if value is None else form(value)))
-        seconds = "" if each.seconds is None else f"{each.seconds:.1f}"
-        rows.append([escape(printable(cell)) for cell in (*cells, seconds)])
-    columns = ["job", "status", *(kit.NUMBERS[name][0] for name in present), "seconds"]
-    show_table(console, state_counts(results), columns, rows)
+    columns = {
+        "job": [printable(f"{each.job.index}: {each.job.name}") for each in results],
+        "status": [each.status + f" ({each.code})" * bool(each.code) for each in results],
+    }
+    for name in present:
+        values = [each.numbers[name] for each in results]
+        texts = loss_column(values) if name in LOSSES else kit.column_texts(name, values)
+        columns[kit.NUMBERS[name][0]] = texts
+    columns["seconds"] = ["" if each.seconds is None else f"{each.seconds:.1f}" for each in results]
+    rows = zip(*columns.values(), strict=True)
+    show_table(console, state_counts(results), [*columns], rows, LEAST)
     for error, jobs in equal_errors(results).items():
         others = f" and {len(jobs) - 1} more" if len(jobs) > 1 else ""
         line = f"ppctl: job {jobs[0].index}: {jobs[0].name}{others}: {error}"
@@ -147,24 +147,31 @@ def _ahead(done: Sequence[Result], by: str, what: str, *, sign: int) -> list[Bes
     if len(known) < 2:
         return []
     job, value = max(known, key=lambda each: sign * each[1])
-    number = f"{value:,.0f}" if sign > 0 else f"{value:.{decimals([v for _, v in known])}f}"
+    values = [value for _, value in known]
+    texts = [f"{each:,.0f}" for each in values] if sign > 0 else loss_column(values)
+    numbers = {job.index: text for (job, _), text in zip(known, texts, strict=True)}
+    number = numbers.pop(job.index)
     text = f"{what}: {number}, job {job.index} ({job.name})"
+    if alike := [str(index) for index, each in numbers.items() if each == number]:
+        text += f"; the same in job{'s' * (len(alike) > 1)} {', '.join(alike)}"
     step, place = newest_checkpoint(job.run_dir), job.run_dir
     place = place if step is None else place / "checkpoints" / str(step)
     return [Best(what, job.index, value, text, str(place))]
 
 
-def decimals(values: Iterable[float | None]) -> int:
-    """Return the fewest decimals, LEAST_DECIMALS to MOST_DECIMALS, that show values as different.
+def loss_column(values: Sequence[float | None]) -> list[str]:
+    """Return losses with the fewest decimals, LEAST_DECIMALS or more, that show them as different.
 
-    >>> decimals([0.5, 0.25, None]), decimals([1.00001, 1.00002]), decimals([1.0, 1.0 + 1e-15])
-    (4, 5, 9)
+    Losses that differ by less than DIGITS digits count as equal; "" for None.
+
+    >>> loss_column([0.5, 0.25, None]), loss_column([1.00001, 1.00002]), loss_column([4, 4.0000002])
+    (['0.5000', '0.2500', ''], ['1.00001', '1.00002'], ['4.0000', '4.0000'])
     """
-    different = {value for value in values if value is not None}
-    for number in range(LEAST_DECIMALS, MOST_DECIMALS):
-        if len({f"{value:.{number}f}" for value in different}) == len(different):
-            return number
-    return MOST_DECIMALS
+    rounded = {float(f"{value:.{DIGITS}g}") for value in values if value is not None}
+    places = range(LEAST_DECIMALS, MOST_DECIMALS)
+    different = (n for n in places if len({f"{value:.{n}f}" for value in rounded}) == len(rounded))
+    number = next(different, MOST_DECIMALS)
+    return ["" if value is None else f"{value:.{number}f}" for value in values]
 
 
 # --- sweep.json -----------------------------------------------------------------------------------

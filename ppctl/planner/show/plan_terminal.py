@@ -7,19 +7,26 @@ from typing import NamedTuple
 from ppctl.planner.make_plan import ExpertsPart, Prediction, StagePart
 from ppctl.planner.rehearsal.rehearse_ranks import Rehearsal, RehearsedRank
 from ppctl.reports.bubble_names import bubble_text
-from ppctl.reports.terminal_output import OutputConsole, show_lines, show_table, size_text
+from ppctl.reports.terminal_output import (
+    OutputConsole,
+    seconds_column,
+    seconds_text,
+    show_lines,
+    show_table,
+    size_text,
+)
 from ppctl.schedule.partition.partition import ranks_text, stages_text
 from ppctl.training.pipeline.engines.step_memory import PARTS
 
 ABOUT = {
     "parameters": "as the optimizer keeps them, sharded",
     "optimizer": "its moments, sharded likewise",
-    "weights": "copies that tasks read: whole layers, in the dtype of compute",
+    "weights": "copies read by tasks: whole layers, compute dtype",
     "gradients": "sums over microbatches, whole",
-    "activations": "values kept from forwards for backwards, and from I for W",
+    "activations": "values kept for backwards, and from I for W",
     "transfers": "values between stages",
     "batch": "examples of the global batch",
-    "temporaries": "other memory of programs, predicted or compiled",
+    "temporaries": "other memory of programs",
 }
 SMALLER = "more and smaller microbatches"
 REMEDIES = {
@@ -52,7 +59,12 @@ def show_plan(found: Prediction, note: str | None = None) -> None:
     show_lines(console, *(f"{name:<10}{text}" for name, text in plan_lines(found)))
     if found.stages:
         show_table(console, *stage_table(found.stages))
-    show_table(console, *memory_table(found))
+    memory = memory_table(found)
+    about = [ABOUT.get(row[0], "") for row in memory.rows]
+    rows = [(*row, text) for row, text in zip(memory.rows, about, strict=True)]
+    few = {f"rank {rank}" for rank in shown_ranks(found, 3)}
+    least = ["content", *(name for name in reversed(memory.columns) if name not in few)]
+    show_table(console, memory.title, (*memory.columns, "content"), rows, least)
     assumed, width = "; ".join(found.assumes), max(console.width - 10, 40)
     for i, text in enumerate(textwrap.wrap(assumed, width, break_long_words=False)):
         show_lines(console, f"{'' if i else 'assumes':10}{text}")
@@ -96,9 +108,9 @@ def experts_text(experts: ExpertsPart) -> str:
     text = f"{experts.num_experts}, {experts.top_k} a token: {rows}"
     if experts.compute_s is None or experts.sent_s is None:
         return text
-    text += f"; a microbatch in a layer: products {experts.compute_s:.3g} s"
+    text += f"; a microbatch in a layer: products {seconds_text(experts.compute_s)}"
     if experts.sent_s:
-        text += f", dispatch {experts.sent_s:.3g} s"
+        text += f", dispatch {seconds_text(experts.sent_s)}"
     if experts.remedy is not None:
         text += f". Dispatch takes longer than products: {experts.remedy}"
     return text
@@ -120,7 +132,7 @@ def flop_text(flops: float) -> str:
 def memory_table(found: Prediction) -> TextTable:
     """Return a table of the memory of one device of each shown rank, by part."""
     ranks, memory = shown_ranks(found, MOST_COLUMNS), found.memory_bytes
-    rows = {f"{part}: {ABOUT[part]}": [each.get(part, 0) for each in memory] for part in PARTS}
+    rows = {part: [each.get(part, 0) for each in memory] for part in PARTS}
     rows = {name: sizes for name, sizes in rows.items() if any(sizes[r] for r in ranks)}
     rows["total, compiled" if found.is_compiled else PREDICTED] = [*found.total_bytes]
     if found.is_compiled:
@@ -144,7 +156,7 @@ def costs_text(found: Prediction) -> str | None:
     words.append(f"schedule.num_microbatches={found.request.num_microbatches}")
     words += [f"costs.{name}={each / sums[0]:.3g}" for name, each in zip(kinds, sums, strict=True)]
     words.append(f"costs.transfer_s={found.transfer_s / forward_s:.2g}")
-    unit = f"a forward through 1/p of the model, {forward_s:.3g} s"
+    unit = f"a forward through 1/p of the model, {seconds_text(forward_s)}"
     return f"{' '.join(words)} for `ppctl schedule`: relative to {unit}"
 
 
@@ -156,21 +168,20 @@ def stage_table(stages: Sequence[StagePart]) -> TextTable:
     which = range(last + 1) if last < MOST_STAGES else sorted({0, slowest, last})
 
     # 2. their rows
+    unknown = "not known"
+    forwards = seconds_column([stages[s].forward_s for s in which], unknown)
+    backwards = seconds_column([stages[s].backward_s for s in which], unknown)
     rows = []
-    for s in which:
+    for s, forward, backward in zip(which, forwards, backwards, strict=True):
         stage = stages[s]
         first, last_layer = stage.first_layer, stage.first_layer + stage.num_layers - 1
         layers = "none" if not stage.num_layers else f"{first}-{last_layer}"
         layers = str(first) if first == last_layer else layers
-        forward = IN_BACKWARD if stage.forward_s == 0 else _seconds(stage.forward_s)
-        rows.append((str(s), layers, str(stage.rank), forward, _seconds(stage.backward_s)))
-    title = "stages, with seconds of a microbatch"
+        forward = IN_BACKWARD if stage.forward_s == 0 else forward
+        rows.append((str(s), layers, str(stage.rank), forward, backward))
+    title = "stages, with the times of a microbatch"
     title += f" ({len(rows)} of {last + 1})" if len(rows) <= last else ""
-    return TextTable(title, ("stage", "layers", "rank", "forward s", "backward s"), rows)
-
-
-def _seconds(seconds: float | None) -> str:
-    return "not known" if seconds is None else f"{seconds:.3g}"
+    return TextTable(title, ("stage", "layers", "rank", "forward", "backward"), rows)
 
 
 def time_text(found: Prediction) -> str:
@@ -186,7 +197,8 @@ def speed_text(found: Prediction | Rehearsal) -> str:
     mfu, causal = found.mfu_fraction, found.mfu_causal_fraction
     mfu_text = "" if mfu is None or causal is None else f", MFU {mfu:.1%} ({causal:.1%} causal)"
     unit = "tok/s" if found.unit == "tokens_per_s" else "rows/s"
-    return f"{found.step_time_s:.4g} s, {found.tokens_per_s:,.0f} {unit}{mfu_text}"
+    assert found.step_time_s is not None, "`time_text` states why it is unknown"
+    return f"{seconds_text(found.step_time_s)}, {found.tokens_per_s:,.0f} {unit}{mfu_text}"
 
 
 def overhead_text(overhead_s: float, step_s: float) -> str:
@@ -238,7 +250,7 @@ def rank_name(found: Prediction, rank: int) -> str:
 # rehearsals
 
 MOST_RANKS = 16  # maximum number of ranks that the terminal's table shows in full
-RANK_COLUMNS = ("rank", "ran as", "tasks s", "update s", "forward s", "backward s", "memory")
+RANK_COLUMNS = ("rank", "ran as", "tasks", "update", "forward", "backward", "memory")
 
 
 def show_rehearsal(found: Rehearsal) -> None:
@@ -257,15 +269,18 @@ def rehearsal_lines(found: Rehearsal) -> Iterator[tuple[str, str]]:
     yield "ran here", f"{ran}; each of the others equals one of these"
     microbatches = f"{request.num_microbatches} microbatches"
     yield "schedule", f"{found.schedule}, {microbatches}, {request.executor}"
-    cpu = "" if found.step_cpu_s is None else f", {found.step_cpu_s:.4g} CPU seconds"
+    cpu = "" if found.step_cpu_s is None else f", {seconds_text(found.step_cpu_s)} of the CPUs"
     overhead = overhead_text(found.per_step_overhead_s, found.step_time_s)
     yield "step", f"{speed_text(found)}, bubble {found.bubble_fraction:.1%}{cpu}; {overhead}"
     if request.stage_axes:
         sent = "sends between the devices of a stage; only one device ran"
-        yield ", ".join(request.stage_axes), f"{found.sent_s:.3g} s of the step, counted: {sent}"
+        yield (
+            ", ".join(request.stage_axes),
+            f"{seconds_text(found.sent_s)} of the step, counted: {sent}",
+        )
     counted_s = found.analytic_step_time_s
     ratio = f"the rehearsed time is {found.step_time_s / counted_s:.2f} times that"
-    yield "analytic", f"{counted_s:.4g} s as `ppctl plan` counts; {ratio}"
+    yield "analytic", f"{seconds_text(counted_s)} as `ppctl plan` counts; {ratio}"
     worst = max(found.ranks, key=lambda each: each.total_bytes)
     limit = "" if found.limit_bytes is None else f" of {size_text(found.limit_bytes)}"
     yield "memory", f"{size_text(worst.total_bytes)}{limit} on rank {worst.rank}, which needs most"
@@ -283,19 +298,15 @@ def ranks_to_show(found: Rehearsal, most: int) -> tuple[RehearsedRank, ...]:
 def rank_table(found: Rehearsal, most: int) -> TextTable:
     """Return a table of the ranks; of more than `most`, only those that `ranks_to_show` picks."""
     ranks = ranks_to_show(found, most)
-    title = "ranks, with seconds of a step, and of a microbatch through each stage"
+    title = "ranks, with the times of a step, and of a microbatch through each stage"
     title += "" if len(ranks) == len(found.ranks) else f" ({len(ranks)} of {len(found.ranks)})"
-    return TextTable(title, RANK_COLUMNS, [*map(_rank_row, ranks)])
-
-
-def _rank_row(of_rank: RehearsedRank) -> list[str]:
-    seconds = lambda values: " ".join(f"{value:.3g}" for value in values)  # noqa: E731
-    return [
-        str(of_rank.rank),
-        str(of_rank.ran_as),
-        f"{of_rank.tasks_s:.4g}",
-        f"{of_rank.update_s:.4g}",
-        seconds(of_rank.forward_s),
-        seconds(of_rank.backward_s),
-        size_text(of_rank.total_bytes),
+    columns = [
+        [str(each.rank) for each in ranks],
+        [str(each.ran_as) for each in ranks],
+        seconds_column([each.tasks_s for each in ranks]),
+        seconds_column([each.update_s for each in ranks]),
+        [", ".join(map(seconds_text, each.forward_s)) for each in ranks],
+        [", ".join(map(seconds_text, each.backward_s)) for each in ranks],
+        [size_text(each.total_bytes) for each in ranks],
     ]
+    return TextTable(title, RANK_COLUMNS, [*zip(*columns, strict=True)])

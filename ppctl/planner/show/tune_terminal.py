@@ -11,6 +11,7 @@ from ppctl.planner.search.tune_layouts import Row, Tuned
 from ppctl.planner.search.tuned_recipe import command_of
 from ppctl.reports.terminal_output import (
     OutputConsole,
+    seconds_text,
     show_json,
     show_lines,
     show_table,
@@ -19,6 +20,9 @@ from ppctl.reports.terminal_output import (
 from ppctl.schedule.mesh_axes import mesh_text
 from ppctl.schedule.partition.partition import LETTERS, layout_text
 from ppctl.training.pipeline.mfu import mfu
+
+# columns that make room in a narrow terminal, the first one first
+LEAST = ("per-step overhead", "bubble ideal", "tok/s", "bubble predicted", "MFU", "microbatches")
 
 
 def show_tuned(tuned: Tuned, *, as_json: bool) -> None:
@@ -30,9 +34,10 @@ def show_tuned(tuned: Tuned, *, as_json: bool) -> None:
     show_lines(console, *_before(tuned))
     if not best:
         return
-    rows = [cells_of(tuned, i, row) for i, row in enumerate(best, start=1)]
+    longest_s = max(row.measured_s or row.step_s for row in best)
+    rows = [cells_of(tuned, i, row, longest_s) for i, row in enumerate(best, start=1)]
     title = "the fastest layouts, as predicted for the hardware"
-    show_table(console, title, list(rows[0]), [list(row.values()) for row in rows])
+    show_table(console, title, [*rows[0]], [[*row.values()] for row in rows], LEAST)
     if not all(row.layout.is_even for row in best):
         print(f"stages as partition.layers takes them: {LETTERS}")
     show_lines(console, *_after(tuned))
@@ -64,8 +69,8 @@ def _after(tuned: Tuned) -> Iterator[str]:
         yield f"its job script is {tuned.job_script}: {tuned.job_command}"
 
 
-def cells_of(tuned: Tuned, number: int, row: Row) -> dict[str, str]:
-    """Return the cells of the number-th layout, by column."""
+def cells_of(tuned: Tuned, number: int, row: Row, longest_s: float) -> dict[str, str]:
+    """Return the cells of the number-th layout, by column. longest_s: chooses the unit of time."""
     # 1. the layout
     layout, plan, is_alone = row.layout, row.plan, row.layout.mesh.pp == 1
     cells = {
@@ -75,14 +80,14 @@ def cells_of(tuned: Tuned, number: int, row: Row) -> dict[str, str]:
         "microbatches": str(layout.num_microbatches),
         "remat": layout.remat,
         "stages": "even" if layout.is_even else layout_text(layout.partition),
-        "step s": f"{row.step_s:.4g}",
+        "step": seconds_text(row.step_s, longest_s),
     }
 
     # 2. speeds, measured if any were
     are_measured = tuned.found.best[0].measured_s is not None
     s = row.measured_s if are_measured else row.step_s
     if are_measured:
-        cells["measured s"] = "" if s is None else f"{s:.4g}"
+        cells["measured"] = "" if s is None else seconds_text(s, longest_s)
     if tuned.batch_tokens is not None:
         cells["tok/s"] = "" if s is None else f"{tuned.batch_tokens / s:,.0f}"
     if tuned.peak_flops is not None and tuned.step_flops is not None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ppctl.planner.search.tune_layouts import Tuned
 from ppctl.planner.search.tuned_recipe import command_of
-from ppctl.planner.show.tune_terminal import cells_of, document
+from ppctl.planner.show.tune_terminal import LEAST, cells_of, document
 from ppctl.reports.terminal_output import OutputConsole, show_json, show_lines, show_table
 
 Numbers = Mapping[int, Tuned]  # results by number of devices, ascending
@@ -38,12 +38,8 @@ def show_numbers(
     fits = {number: tuned for number, tuned in found.items() if tuned.found.best}
     if fits:
         rows = [_row(number, tuned, fits) for number, tuned in fits.items()]
-        show_table(
-            console,
-            "the fastest layout for each number of devices",
-            [*rows[0]],
-            [[*r.values()] for r in rows],
-        )
+        title = "the fastest layout for each number of devices"
+        show_table(console, title, [*rows[0]], [[*row.values()] for row in rows], LEAST)
     show_lines(console, *_lines(found, fits, chosen, days, recipe))
 
 
@@ -54,7 +50,7 @@ def _row(number: int, tuned: Tuned, fits: Numbers) -> dict[str, str]:
     """
     fewest = min(fits)
     per_device = fewest * _step_s(fits[fewest]) / (number * _step_s(tuned))
-    cells = cells_of(tuned, number, tuned.found.best[0])
+    cells = cells_of(tuned, number, tuned.found.best[0], _step_s(fits[fewest]))
     cells = {name: cell for name, cell in cells.items() if name not in NOT_SHOWN}
     row = {"devices": f"{number:,}", **cells, f"each, of {fewest:,}": f"{per_device:.1%}"}
     if (budget := tuned.token_budget) is not None:

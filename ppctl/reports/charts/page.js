@@ -1,11 +1,14 @@
 "use strict";
 // Charts of schedules on canvases. All charts share one time axis (`view`); the data is described in ppctl/reports/charts/html_charts.py.
 const $ = (id) => document.getElementById(id);
-const AXIS = 20, MEMORY = 120, COLUMN = 82, SMALLEST = 9, PER_LETTER = 0.61, MONO = 'ui-monospace, "DejaVu Sans Mono", monospace';
+const AXIS = 20, MEMORY = 120, COLUMN = 96, NUMBER = 44, SMALLEST = 9, PER_LETTER = 0.61, MONO = 'ui-monospace, "DejaVu Sans Mono", monospace';
 const charts = [];
 let end = 0, view = [0, 1], rowScale = 1, focus = null, ink = {}, queued = false;
 
 const num = (x) => String(Number(x.toPrecision(5)));
+const UNITS = [["s", 1], ["ms", 1e3], ["us", 1e6]];
+const unitOf = (x) => UNITS.find(([, per]) => x * per >= 1) ?? UNITS[x ? 2 : 0]; // the unit of the page's times
+const inUnit = (x) => num(x * unitOf(end)[1]), time = (x) => `${inUnit(x)} ${unitOf(end)[0]}`;
 const percent = (x) => (100 * x).toFixed(1) + "%";
 const packed = (hex) => new Uint32Array(Uint8Array.of(...[1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16)), 255).buffer)[0];
 const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
@@ -133,7 +136,7 @@ function axis(c, pen) {
   for (let k = Math.ceil(view[0] / step); k * step <= view[1] * (1 + 1e-9); k++) {
     const x = toX(c, k * step);
     pen.fillStyle = ink.soft;
-    const label = num(k * step) + (k * step + step > view[1] && c.wide > 200 ? " s" : "");
+    const label = k * step + step > view[1] && c.wide > 200 ? time(k * step) : inUnit(k * step);
     pen.fillText(label, Math.min(x, c.left + c.wide - pen.measureText(label).width / 2), 8);
     pen.fillRect(x, AXIS - 4, 1, 3);
   }
@@ -175,11 +178,10 @@ function row(c, pen, r) {
 
 function bar(pen, x, y, h, share, text, said) {
   pen.fillStyle = ink.fill;
-  pen.fillRect(x, y, (COLUMN - 10) * share, h);
+  pen.fillRect(x + NUMBER, y, (COLUMN - NUMBER - 10) * share, h);
   if (!said) return;
   pen.fillStyle = ink.ink;
-  pen.textAlign = "left";
-  pen.fillText(text, x + 2, y + h / 2 + 0.5);
+  pen.fillText(text, x + NUMBER - 4, y + h / 2 + 0.5);
 }
 
 // A row with more tasks than pixels: each short stretch of time becomes a stack of the shares of its kinds and chunks,

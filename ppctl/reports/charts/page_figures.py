@@ -39,6 +39,7 @@ FEW = 16  # largest number of points that a curve's description lists
 NUM_SHADES = 16  # colours of a heat map
 NUM_MARKS = 5  # approximate number of marks on a curve, if a figure has several
 LOG_FROM = 100.0  # least ratio of greatest to least value for a logarithmic y axis
+LEAST_SPAN = 1e-5  # least height of the y axis, as a share of the greatest value
 LEAST = 1e-100  # smallest value for a logarithmic axis
 
 Points = Sequence[tuple[float, float | None]]  # ascending by x; None: not finite
@@ -185,6 +186,12 @@ def _set_values(axes: Any, low: float, high: float, *, from_zero: bool) -> None:
         axes.yaxis.set_major_formatter("{x:g}")
     if axes.get_yscale() == "linear":
         axes.locator_params(axis="y", nbins=5)
+        if not from_zero:
+            # a span of rounding errors would look like a trend
+            missing = LEAST_SPAN * max(abs(low), abs(high)) - (high - low)
+            if missing > 0:
+                axes.set_ylim(low - missing / 2, high + missing / 2)
+            axes.yaxis.set_major_formatter("{x:,.8g}")  # complete, without an offset
     axes.minorticks_off()
 
 

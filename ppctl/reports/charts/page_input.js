@@ -33,12 +33,12 @@ function describe(c, i) {
   const where = `rank ${rank}` + (chunks > 1 && !isOfPart(c, i) ? `, chunk ${chunkOf(c, i)}` : "");
   const lines = [
     `${c.kind_names[c.kind[i]]}${isOfPart(c, i) ? " (" : ` of stage ${stage} (`}${where}), microbatch ${c.mb[i]}`,
-    `${num(c.start[i])} s to ${num(c.end[i])} s (${num(c.end[i] - c.start[i])} s)`,
+    `${time(c.start[i])} to ${time(c.end[i])} (${time(c.end[i] - c.start[i])})`,
   ];
   if (c.waits[i]) {
     const w = i + c.waits[i], other = rankOf(c, w);
-    const hop = other !== rank && c.costs.transfer_s ? ` and ${num(c.costs.transfer_s)} s of transfer` : "";
-    lines.push(`waits for ${name(c, w)} ${other === rank ? "before it" : "on rank " + other}, until ${num(c.end[w])} s${hop}`);
+    const hop = other !== rank && c.costs.transfer_s ? ` and ${time(c.costs.transfer_s)} of transfer` : "";
+    lines.push(`waits for ${name(c, w)} ${other === rank ? "before it" : "on rank " + other}, until ${time(c.end[w])}${hop}`);
   } else lines.push("waits for nothing");
   return [name(c, i), lines.join("\n")];
 }
@@ -75,7 +75,7 @@ function point(c, event) {
   else {
     const i = firstAfter(c.end, c.first[r], c.first[r + 1], t), none = i === c.first[r + 1];
     const from = i > c.first[r] ? c.end[i - 1] : 0, to = none ? c.makespan_s : c.start[i];
-    const lines = x >= c.left && x <= c.left + c.wide && t <= c.makespan_s ? `idle ${num(from)} s to ${num(to)} s (${num(to - from)} s)\n` : "";
+    const lines = x >= c.left && x <= c.left + c.wide && t <= c.makespan_s ? `idle ${time(from)} to ${time(to)} (${time(to - from)})\n` : "";
     tip(`rank ${r}`, `${lines}bubble ${percent(c.bubbles[r])}, peak ${num(c.peaks[r])} activations`, event.clientX, event.clientY);
   }
   redraw();

@@ -42,10 +42,10 @@ function ranksTable(c) { // empty if all numbers are equal on every rank
 
 function summary() {
   const rows = charts.map((c) => [
-    c.label, num(c.makespan_s), num(c.lower_bound_s), num(c.period_s), num(c.period_lower_bound_s),
+    c.label, time(c.makespan_s), time(c.lower_bound_s), time(c.period_s), time(c.period_lower_bound_s),
     percent(c.bubble_fraction), num(c.peak), num(c.peak_bound),
   ]);
-  const columns = ["makespan s", "at least", "period s", "at least", "bubble", "peak activations", "at least"];
+  const columns = ["makespan", "at least", "period", "at least", "bubble", "peak activations", "at least"];
   return table("all schedules", ["schedule", ...columns], rows);
 }
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from ppctl.reports.terminal_output import seconds_text
 from ppctl.schedule.ir import ALL_KINDS, Kind, Schedule
 from ppctl.schedule.lower_bounds import makespan_bound_s, peak_activations_bound, period_bound_s
 from ppctl.schedule.search.auto_choice import GIB, Choice
@@ -83,10 +84,10 @@ class Drawing:
         """Return makespan, its bound, period, bubble and memory in one line."""
         timeline = self.timeline
         seconds = timeline.makespan_s, self.lower_bound_s, timeline.period_s
-        makespan, least, period = map(number_text, seconds)
+        makespan, least, period = (seconds_text(each, seconds[0], 5) for each in seconds)
         peak = number_text(max(timeline.peak_activations))
         return (
-            f"makespan {makespan} s (at least {least} s), period {period} s, bubble "
+            f"makespan {makespan} (at least {least}), period {period}, bubble "
             f"{timeline.bubble_fraction:.1%}, peak {peak} activations{_bytes_text(timeline)}"
         )
 
@@ -130,9 +131,9 @@ def reasons(drawing: Drawing) -> list[str]:
         return []
     tried, within = choice.num_blocks
     blocks = f" and {tried} of {within} V-shaped building blocks" if within else ""
-    least = number_text(choice.lower_bound_s)
+    least = seconds_text(choice.lower_bound_s, digits=5)
     tried_text = f"tried: {choice.num_published} published schedules{blocks}; on their placements"
-    return [choice.summary, f"{tried_text} none is below {least} s"]
+    return [choice.summary, f"{tried_text} none is below {least}"]
 
 
 def _bytes_text(timeline: Timeline) -> str:

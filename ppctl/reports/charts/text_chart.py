@@ -10,15 +10,15 @@ from rich.text import Text
 
 from ppctl.reports.charts.palette import INK, shade
 from ppctl.reports.charts.schedule_drawing import KIND_NAMES, Drawing, number_text, reasons
-from ppctl.reports.terminal_output import show_lines, show_table
+from ppctl.reports.terminal_output import seconds_text, show_lines, show_table
 from ppctl.schedule.ir import Task
 
 COLUMNS = {  # headings of a table of schedules, by key
     "label": "schedule",
-    "makespan_s": "makespan s",
+    "makespan_s": "makespan",
     "makespan_formula_s": "formula",
     "lower_bound_s": "makespan at least",
-    "period_s": "period s",
+    "period_s": "period",
     "period_lower_bound_s": "period at least",
     "bubble_fraction": "bubble",
     "peak_activations": "peak activations",
@@ -26,7 +26,7 @@ COLUMNS = {  # headings of a table of schedules, by key
     "peak_activations_lower_bound": "peak at least",
 }
 WORDS = (
-    "makespan: seconds of one step; period: seconds of a step if ranks begin the next one without "
+    "makespan: time of one step; period: time of a step if ranks begin the next one without "
     "waiting for each other",
     "at least: a lower bound over all orders of these tasks; for the peak, at this period",
 )
@@ -58,10 +58,16 @@ def show_schedules_table(
 ) -> None:
     """Print a row for each schedule, then their notes; formulas: with columns of closed forms."""
 
+    longest_s = max(row["makespan_s"] for row in rows)
+
     def cell(name: str, value: Any) -> str:
+        if value is None:
+            return "-"
+        if name.endswith("_s"):
+            return seconds_text(value, longest_s, 5)
         if name == "bubble_fraction":
             return f"{value:.1%}"
-        return "-" if value is None else value if name == "label" else number_text(value)
+        return value if name == "label" else number_text(value)
 
     names = [name for name in COLUMNS if formulas or "formula" not in name]
     cells = [[cell(name, row[name]) for name in names] for row in rows]
@@ -111,7 +117,8 @@ def _legend(drawing: Drawing, scale: float) -> Text:
         legend.append(f" {KIND_NAMES[kind]}  ")
     if drawing.schedule.num_chunks > 1:
         legend.append("lighter: later chunk  ")
-    legend.append(f"1 column: {number_text(1 / scale)} s")
+    timeline_s = drawing.timeline.makespan_s
+    legend.append(f"1 column: {seconds_text(1 / scale, timeline_s, 5)}")
     number = ceil(1 / (scale * drawing.labelled_s) - 1e-9)
     if number > 1:
         legend.append(f", up to {number} tasks of a rank; --out FILE.html or FILE.svg shows each")

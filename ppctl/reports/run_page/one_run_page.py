@@ -18,7 +18,7 @@ from ppctl.reports.recorded_settings import setting_text
 from ppctl.reports.run_files import RUNNING, record_number, setting_changes, tracker_commands
 from ppctl.reports.run_page.read_run import DROPPED, LOAD, RecordedRun, versions_of
 from ppctl.reports.run_status import FAILED, FINISHED
-from ppctl.reports.terminal_output import iso_text
+from ppctl.reports.terminal_output import iso_text, seconds_text
 
 MARK = '<main data-by="ppctl report">'  # identifies a report among html files
 MOST_BARS = 16  # ranks whose memory is drawn
@@ -36,7 +36,10 @@ HOW = (
     "Not measured. With executor=mpmd, run.timeline=true times every task of one step; with "
     "executor=spmd, run.profile=N traces them."
 )
-UNITS = "Ideal: equal stages. A microbatch through 1/p of the model takes {}."
+UNITS = (
+    "Ideal: equal stages. A microbatch through 1/p of the model takes {}. The unit is a forward; "
+    "I has one more if it reruns the forward, and W is the trained share of the weights."
+)
 MEANS = (
     "The simulation uses each stage's measured mean times, so the difference shows order, "
     "transfers and waits."
@@ -81,22 +84,23 @@ def _cards(run: RecordedRun) -> Iterator[tuple[str, str, str]]:
     yield "Step", summary.steps_text, f"recorded {recorded}"
     yield "Loss", loss_text(run), "of the newest step"
     if summary.eval_loss is not None:
-        yield "Eval loss", kit.number("eval_loss", summary.eval_loss), "the newest"
+        at = summary.eval_note or "of the newest step"
+        yield "Eval loss", kit.number("eval_loss", summary.eval_loss), at
     # 2. numbers
     predicted_s, speed = newest("predicted_step_time_s"), run.speed or ""
-    timed = "median" if predicted_s is None else f"median, predicted {predicted_s:.4g} s"
+    timed = "median" if predicted_s is None else f"median, predicted {seconds_text(predicted_s)}"
     shares = newest("ideal_bubble_fraction"), newest("predicted_bubble_fraction")
     shares = (*shares, run.measured_bubble)
     bubble = next((share for share in reversed(shares) if share is not None), None)
     for name, value, form, note in (
-        ("Step time", run.median("step_time_s"), "{:.4g} s", timed),
-        ("Speed", run.median(speed), f"{{:,.0f}} {kit.SPEEDS.get(speed)}", "median"),
-        ("MFU", run.median("mfu_fraction"), "{:.1%}", "median, of the peak of all devices"),
-        ("Bubble", bubble, "{:.1%}", bubbles.bubble_text(*shares)),
-        ("Compiling", newest("compile_time_s"), "{:.1f} s", "of the newest start"),
+        ("Step time", run.median("step_time_s"), seconds_text, timed),
+        ("Speed", run.median(speed), f"{{:,.0f}} {kit.SPEEDS.get(speed)}".format, "median"),
+        ("MFU", run.median("mfu_fraction"), "{:.1%}".format, "median, of the peak of all devices"),
+        ("Bubble", bubble, "{:.1%}".format, bubbles.bubble_text(*shares)),
+        ("Compiling", newest("compile_time_s"), "{:.1f} s".format, "of the newest start"),
     ):
         if value is not None:
-            yield name, kit.exact(value, form.format(value)), note
+            yield name, kit.exact(value, form(value)), note
     if (size := newest("memory_bytes")) is not None:
         yield "Memory", kit.number("memory_bytes", size), "of the fullest device, as compiled"
 
@@ -139,7 +143,7 @@ def _predictions(run: RecordedRun) -> str:
     """Return a table of predictions and measurements; "" if none is recorded."""
     newest, rows = run.newest.get, []
     for name, key, measured in (
-        ("step time, s", "predicted_step_time_s", run.median("step_time_s")),
+        ("step time", "predicted_step_time_s", run.median("step_time_s")),
         ("bubble", "predicted_bubble_fraction", run.measured_bubble),
         ("ideal bubble", "ideal_bubble_fraction", None),
         ("memory of a device", "predicted_memory_bytes", newest("memory_bytes")),

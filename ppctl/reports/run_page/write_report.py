@@ -22,7 +22,7 @@ COLUMNS = (  # numbers of the table; a column needs at least one value
     *("ideal_bubble_fraction", "predicted_bubble_fraction", "measured_bubble_fraction"),
 )
 ABOUT = (
-    "Seconds of a step and speed are medians. Memory: of the fullest device, as compiled. "
+    "Step time and speed are medians. Memory: of the fullest device, as compiled. "
     "Bubble, measured: of a timeline (run.timeline=true)."
 )
 Differ = Mapping[str, Sequence[str | None]]  # values in each run, by setting
@@ -99,12 +99,19 @@ def compare_page(runs: Sequence[RecordedRun], differ: Differ, file: Path) -> str
 
 def _table(runs: Sequence[RecordedRun], differ: Differ, file: Path) -> str:
     """Return a table of runs: a link to the report or directory, settings, state and numbers."""
-    columns = [name for name in COLUMNS if any(_number(run, name) is not None for run in runs)]
+    found = {name: [_number(run, name) for run in runs] for name in COLUMNS}
+    columns = {
+        name: kit.column(name, values, NONE)
+        for name, values in found.items()
+        if any(value is not None for value in values)
+    }
     rows = []
     for index, run in enumerate(runs):
         texts = [values[index] for values in differ.values()]
         settings = [NONE if each is None else kit.text(each) for each in texts]
-        numbers = [kit.number(name, _number(run, name), NONE) for name in columns]
+        numbers = [cells[index] for cells in columns.values()]
+        if "eval_loss" in columns and run.summary.eval_note:
+            numbers[0] += f" {run.summary.eval_note}"
         sample = kit.line_sample(index) if index < MOST_LINES else ""
         report, directory = run.summary.path / "report.html", run.summary.path
         place = report if os.path.exists(report) else directory

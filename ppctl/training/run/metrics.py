@@ -13,7 +13,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ppctl.model.layer_inputs import LOSS
 from ppctl.reports.run_status import append
-from ppctl.reports.terminal_output import OutputConsole, decimal_text, replace_file, show_lines
+from ppctl.reports.terminal_output import (
+    OutputConsole,
+    decimal_text,
+    replace_file,
+    seconds_text,
+    show_lines,
+)
 from ppctl.training.run.run_environment import writing
 from ppctl.training.run.trackers import BackgroundTracker, RunFacts
 
@@ -209,7 +215,7 @@ _SHOWN = {
     "rows_per_s": lambda value: f"{value:,.0f} rows/s",
     "mfu_fraction": lambda value: f"mfu {value:.1%}",
     "mfu_causal_fraction": lambda value: f"({value:.1%} causal)",
-    "step_time_s": lambda value: f"{value:.3f} s/step",
+    "step_time_s": lambda value: f"{seconds_text(value, digits=3)}/step",
 }
 
 

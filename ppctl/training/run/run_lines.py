@@ -10,7 +10,7 @@ from ppctl.config.changed_settings import Change
 from ppctl.executors.compiler_options import text_of
 from ppctl.executors.device_mesh import hosts_text
 from ppctl.reports.bubble_names import bubble_text
-from ppctl.reports.terminal_output import size_text
+from ppctl.reports.terminal_output import seconds_text, size_text
 from ppctl.schedule.search.placement_costs import peak_activations
 from ppctl.schedule.simulator import simulate
 from ppctl.training.pipeline.built_in_models import attention_kernels
@@ -111,7 +111,8 @@ class StepPrediction:
     def line(self) -> str:
         """Return the line to print before the run."""
         bubble = bubble_text(self.ideal_bubble_fraction, self.bubble_fraction)
-        step = "no step time" if self.step_time_s is None else f"{self.step_time_s:.3g} s a step"
+        step_s = self.step_time_s
+        step = "no step time" if step_s is None else f"{seconds_text(step_s, digits=3)} a step"
         memory = f"{size_text(self.memory_bytes)} a device predicted"
         parts = filter(None, (step, bubble and f"bubble {bubble}", memory))
         return f"plan      {', '.join(parts)} ({self.source})"
@@ -121,8 +122,10 @@ class StepPrediction:
         measured_s = statistics.median(step_times_s)
         sizes = size_text(self.memory_bytes), size_text(compiled_bytes)
         memory = "{} a device predicted, {} compiled".format(*sizes)
+        measured = seconds_text(measured_s, digits=3)
         if self.step_time_s is None:
-            return f"plan      {memory}; {measured_s:.3g} s a step measured, none predicted"
+            return f"plan      {memory}; {measured} a step measured, none predicted"
         ratio = self.step_time_s / measured_s
-        times = f"{self.step_time_s:.3g} s a step predicted, {measured_s:.3g} measured"
+        predicted = seconds_text(self.step_time_s, digits=3)
+        times = f"{predicted} a step predicted, {measured} measured"
         return f"plan      {times} ({ratio:.2f} times; {self.source}); {memory}"

@@ -33,7 +33,8 @@ class Compared:
     published_step_s: float | None
     predicted_step_s: float | None = None
     ratio: float | None = None  # predicted over published
-    published_mfu_fraction: float | None = None  # of the step, counted as the row counts
+    # of the peak in the row's precision, with the FLOPs counted as the row counts
+    published_mfu_fraction: float | None = None
     predicted_mfu_fraction: float | None = None  # likewise
     predicted_mfu_full_fraction: float | None = None  # all pairs of tokens in attention
     predicted_mfu_causal_fraction: float | None = None
@@ -51,6 +52,13 @@ class Compared:
     @property
     def error(self) -> float | None:
         return None if self.ratio is None else abs(self.ratio - 1)
+
+    @property
+    def memory_ratio(self) -> float | None:
+        """Return predicted over measured memory; None if one is unknown."""
+        if self.memory_gib is None or self.published_memory_gib is None:
+            return None
+        return self.memory_gib / self.published_memory_gib
 
 
 @dataclass(frozen=True)
@@ -101,7 +109,9 @@ def _compared(row: Row, constants: Constants) -> Compared:
             ran=row.ran,
             refused=str(error),
         )
-    peak = request.hardware.peak_flops[DTYPE]
+    hardware = request.hardware
+    peak = hardware.fp8_flops if row.is_fp8 else hardware.peak_flops[DTYPE]
+    assert peak is not None, "a row in fp8 on other GPUs has no request"
     published_s, size = row.published_s(peak), memory_gib(request)
     full, causal = (row.step_flops(causal=causal) for causal in (False, True))
     assert full is not None, "a row with a request has a model"
@@ -142,7 +152,12 @@ def layout_text(request: Request) -> str:
 
 def errors(compared: Iterable[Compared], name: str) -> Errors | None:
     """Return the errors of rows; None of none."""
-    found = sorted(row.error for row in compared if row.error is not None)
+    return errors_of((row.error for row in compared), name)
+
+
+def errors_of(values: Iterable[float | None], name: str) -> Errors | None:
+    """Return the summary of errors, the unknown ones left out; None of none."""
+    found = sorted(value for value in values if value is not None)
     if not found:
         return None
     ninth = found[-(-9 * len(found) // 10) - 1]
@@ -170,18 +185,40 @@ def summary(compared: Sequence[Compared]) -> list[Errors]:
 HALVES = (True, "constants fitted on"), (False, "the other half")
 
 
-def outcomes(compared: Iterable[Compared]) -> tuple[int, int]:
-    """Return (rows whose source says whether they ran, of these right)."""
-    known = [row for row in compared if row.ran is not None and row.fits is not None]
-    return len(known), sum(row.ran == row.fits for row in known)
+def memory_lines(compared: Iterable[Compared]) -> list[str]:
+    """Return sentences on the predicted memory: where the sources measured it, and where they only
+    state whether the layout ran.
+    """
+    lines, rows = list[str](), list(compared)
+    # 1. measured
+    ratios = [row.memory_ratio for row in rows if row.memory_ratio is not None]
+    if off := errors_of((abs(ratio - 1) for ratio in ratios), "memory"):
+        low = sum(ratio < 1 for ratio in ratios)
+        lines.append(
+            f"The sources of {off.rows} rows measured the memory of a GPU. The predicted memory is "
+            f"off by {off.median:.1%} at the median, by at most {off.ninth_decile:.1%} for nine of "
+            f"ten rows and by {off.worst:.1%} for the worst; it is too low for {low} of them."
+        )
+    # 2. outcomes
+    known = [row for row in rows if row.ran is not None and row.fits is not None]
+    for ran, stated in ((True, "ran"), (False, "did not run")):
+        of_outcome = [row for row in known if row.ran == ran]
+        if of_outcome:
+            fit = sum(row.fits is True for row in of_outcome)
+            lines.append(
+                f"The sources of {len(of_outcome)} rows state only that the layout {stated}; the "
+                f"predicted memory fits the GPU for {fit} of them."
+            )
+    if known and all(row.ran for row in known):
+        lines.append("No row is of a layout that did not run, so a wrong `fits` is not tested.")
+    return lines
 
 
 def as_json(compared: Sequence[Compared], constants: Constants = FITTED) -> dict[str, Any]:
     """Return the object that --json prints."""
-    known, right = outcomes(compared)
     return {
         "rows": [asdict(row) for row in compared],
         "errors": [asdict(each) for each in summary(compared)],
         "constants": asdict(constants),
-        "outcomes": {"known": known, "right": right},
+        "memory": memory_lines(compared),
     }

@@ -12,7 +12,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from benchmarks.published.compare import Compared, outcomes, summary
+from benchmarks.published.compare import Compared, memory_lines, summary
 from benchmarks.published.constants import FITTED, Constants
 from ppctl.reports.charts.palette import line_style
 from ppctl.reports.terminal_output import show_table
@@ -74,15 +74,12 @@ def _refused(compared: Sequence[Compared]) -> list[str]:
 
 
 def _errors(compared: Sequence[Compared]) -> list[str]:
-    known, right = outcomes(compared)
     lines = [
         f"errors    {each.name}: {each.rows} rows, median {each.median:.1%}, nine of ten within "
         f"{each.ninth_decile:.1%}, worst {each.worst:.1%}"
         for each in summary(compared)
     ]
-    return lines + (
-        [f"memory    {right} of {known} rows right about whether they ran"] if known else []
-    )
+    return lines + [f"memory    {line}" for line in memory_lines(compared)]
 
 
 def _constants(constants: Constants) -> list[str]:
@@ -135,6 +132,7 @@ def picture(compared: Sequence[Compared]) -> bytes:
         x, y = zip(*points, strict=True)
         axes.scatter(x, y, s=20, color=colour, marker=mark, alpha=0.6, label=label)
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    axes.set_title(f"{sum(map(len, groups.values()))} rows", fontsize=9)
     axes.set(xlabel="published seconds a step", ylabel="predicted seconds a step")
     axes.legend(fontsize=8, edgecolor="none", loc="upper left")
 
@@ -148,7 +146,6 @@ def picture(compared: Sequence[Compared]) -> bytes:
 def page_tables(compared: Sequence[Compared], constants: Constants = FITTED) -> str:
     """Return the tables of docs/published.md, between its markers, as Markdown."""
     out = StringIO()
-    known, right = outcomes(compared)
     print(
         "| rows | number | median error | nine of ten within | worst |\n|---|---|---|---|---|",
         file=out,
@@ -156,12 +153,8 @@ def page_tables(compared: Sequence[Compared], constants: Constants = FITTED) -> 
     for each in summary(compared):
         cells = f"{each.median:.1%} | {each.ninth_decile:.1%} | {each.worst:.1%}"
         print(f"| {each.name} | {each.rows} | {cells} |", file=out)
-    if known:
-        print(
-            f"\nThe sources of {known} rows state whether the layout ran. The predicted memory is "
-            f"right about {right} of them.",
-            file=out,
-        )
+    if lines := memory_lines(compared):
+        print("", *lines, sep="\n", file=out)
     print("\n| fitted constant | value |\n|---|---|", file=out)
     for name, value in asdict(constants).items():
         print(f"| `{name}` | {value:g} |", file=out)
