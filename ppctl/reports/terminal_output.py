@@ -7,7 +7,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -59,33 +60,36 @@ def show_table(
         rows: The cells; the first column names the row and is never left out.
         least: The columns to leave out first, in this order; the others follow from the right.
     """
+    # 1. the columns
     table = [tuple(row) for row in rows]
-    width = console.width if console.file.isatty() else sys.maxsize
-    widths, left_out = _fitted(columns, table, width, least)
+    room = console.width if console.file.isatty() else sys.maxsize
+    widths, left_out = _fitted(columns, table, room, least)
     is_number = {i: i > 0 and any(row[i][:1].isdigit() for row in table) for i in widths}
 
-    def line(cells: Sequence[str], look: str = "") -> Text:
-        pieces = [Text(cells[i], look).wrap(console, widths[i]) for i in widths]
-        height, texts = max(map(len, pieces)), list[Text]()
-        for number in range(height):
-            text = Text()
-            for i, piece in zip(widths, pieces, strict=True):
-                at = number - height + len(piece) if look else number  # headings end at the rule
-                cell = piece[at] if 0 <= at < len(piece) else Text()
-                cell.rstrip()
-                cell.align("right" if is_number[i] else "left", widths[i])
-                text = text + cell + GAP
-            text.rstrip()
-            texts.append(text)
-        return Text("\n").join(texts)
+    def aligned(i: int, text: str) -> str:
+        blank = " " * (widths[i] - cell_len(text))
+        return blank + text if is_number[i] else text + blank
 
+    def lines(cells: Sequence[str], from_top: int) -> Iterator[str]:
+        pieces = [_wrapped(console, cells[i], widths[i])[::from_top] for i in widths]
+        for texts in [*zip_longest(*pieces, fillvalue="")][::from_top]:
+            yield GAP.join(map(aligned, widths, texts)).rstrip()
+
+    # 2. the lines; headings end at the rule
+    head = [title, *lines(columns, -1)] if title else lines(columns, -1)
     rule = "\u2500" * (sum(widths.values()) + len(GAP) * (len(widths) - 1))
-    head = [Text(title, "bold")] if title else []
-    show_lines(console, *head, line(columns, "bold"), rule, *map(line, table))
+    body = chain.from_iterable(lines(row, 1) for row in table)
+    show_lines(console, *(Text(line, "bold") for line in head), rule, *body)
     if left_out:
         names = ", ".join(columns[i] for i in left_out)
         show_lines(console, f"not shown: {names} (use a wider terminal, | cat, or --json)")
     show_lines(console, "")
+
+
+def _wrapped(console: Console, text: str, width: int) -> list[str]:
+    if cell_len(text) <= width:
+        return [text]
+    return [line.plain.rstrip() for line in Text(text).wrap(console, width)]
 
 
 def _fitted(
@@ -93,7 +97,7 @@ def _fitted(
 ) -> tuple[dict[int, int], list[int]]:
     """Return the width of each shown column, and the columns left out; see `show_table`."""
     # 1. all columns with a value
-    shown = [i for i in range(len(columns)) if not i or any(row[i] for row in rows)]
+    shown = [i for i in range(len(columns)) if not (i and rows) or any(row[i] for row in rows)]
     cells = {i: max((cell_len(row[i]) for row in rows), default=0) for i in shown}
     widths = {i: max(cells[i], cell_len(columns[i])) for i in shown}
 

@@ -29,7 +29,7 @@ def test_several_runs_are_a_table_of_differences_and_labelled_curves(capsys):
     assert "1 first 4 gpipe" in seen
     assert "no end recorded 9 of 9 0.4444 500 ms 10,000 1.5 MiB 12.5% 20.0%" in seen
     assert "2 second 8 1f1b" in seen
-    assert "5 of 9 0.8000 0.5 20,000" in seen
+    assert "5 of 9 0.8000 500 ms 20,000" in seen
     labels = re.findall(r"<li><span[^>]*>.</span>([^<]*)</li>", text)
     assert sorted(labels) == sorted(["1 first", "2 second"] * 4)
     assert '<a href="runs/first">' in text

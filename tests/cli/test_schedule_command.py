@@ -132,7 +132,7 @@ def test_compare_puts_schedules_in_one_table(capsys):
         "compare gpipe 1f1b interleaved interleaved:num_chunks=4 mesh=1x8 "
         "schedule.num_microbatches=32"
     )
-    rows = [row.split() for row in ask(capsys, line).splitlines()]
+    rows = [row.replace(" s ", " ").split() for row in ask(capsys, line).splitlines()]
     found = {" ".join(row[:-7]): row[-7:] for row in rows if len(row) > 7 and row[-3].endswith("%")}
     assert {
         label: (row[0], row[1], row[2], row[3], row[4], row[5]) for label, row in found.items()

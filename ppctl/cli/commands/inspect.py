@@ -32,6 +32,7 @@ COLUMNS = (  # columns of the summary
     *("program", "on ranks", "runs a rank", "collective", "over"),
     *("instructions", "times a run", "bytes a time", "bytes a run", "beside products"),
 )
+LEAST = ("instructions", "bytes a time", "times a run")  # columns that make room first
 
 
 def inspect(config: Config, *, as_json: bool) -> int:
@@ -109,12 +110,13 @@ def show_summary(console: Console, job: TrainingJob, found: StepPrograms) -> Non
     )
     show_lines(console, head)
     title = "collectives of a step (bytes: of their results, on one device)"
-    show_table(console, title, COLUMNS, (row for each in found.programs for row in _rows(each)))
+    rows = (row for each in found.programs for row in _rows(each))
+    show_table(console, title, COLUMNS, rows, LEAST)
     if found.transfers:
         names = ("from rank", "to rank", "values", "bytes a device")
         transfers = ((t.sender, t.receiver, t.number, size_text(t.bytes)) for t in found.transfers)
-        rows = (tuple(map(str, each)) for each in transfers)
-        show_table(console, "transfers of a step", names, rows)
+        cells = (tuple(map(str, each)) for each in transfers)
+        show_table(console, "transfers of a step", names, cells)
 
 
 def _rows(program: StepProgram) -> Iterator[tuple[str, ...]]:

@@ -16,15 +16,19 @@ from ppctl.schedule.ir import Task
 COLUMNS = {  # headings of a table of schedules, by key
     "label": "schedule",
     "makespan_s": "makespan",
-    "makespan_formula_s": "formula",
+    "makespan_formula_s": "makespan formula",
     "lower_bound_s": "makespan at least",
     "period_s": "period",
     "period_lower_bound_s": "period at least",
     "bubble_fraction": "bubble",
     "peak_activations": "peak activations",
-    "peak_activations_formula": "formula",
+    "peak_activations_formula": "peak formula",
     "peak_activations_lower_bound": "peak at least",
 }
+LEAST = (  # headings that make room in a narrow terminal, the first one first
+    *("peak at least", "period at least", "makespan at least", "peak formula"),
+    *("makespan formula", "period"),
+)
 WORDS = (
     "makespan: time of one step; period: time of a step if ranks begin the next one without "
     "waiting for each other",
@@ -71,7 +75,7 @@ def show_schedules_table(
 
     names = [name for name in COLUMNS if formulas or "formula" not in name]
     cells = [[cell(name, row[name]) for name in names] for row in rows]
-    show_table(console, title, [COLUMNS[name] for name in names], cells)
+    show_table(console, title, [COLUMNS[name] for name in names], cells, LEAST)
     notes = [f"{row['label']}: {note}" for row in rows for note in row["notes"]]
     show_lines(console, *WORDS, *notes)
 
