@@ -15,34 +15,34 @@ from urllib.parse import quote
 
 from ppctl.reports.charts.palette import MARKS, SIGNS, line_style
 from ppctl.reports.foreign_files import printable
-from ppctl.reports.terminal_output import (
-    SPEEDS,
-    decimal_text,
-    seconds_column,
-    seconds_text,
-    size_text,
-)
+from ppctl.reports.terminal_output import SPEEDS, loss_column, seconds_column, size_text
 
 YES, NO, UNKNOWN = ("yes", "&#10003;"), ("no", "&#10007;"), ("maybe", "?")  # colour, mark
 GOES_ON = ("maybe", "&#9654;")
-Form = Callable[[Any], str]
-NUMBERS: dict[str, tuple[str, Form]] = {  # column heading and format, by name in records
-    "steps": ("steps", "{:,}".format),
-    "loss": ("loss", decimal_text),
-    "final_loss": ("loss", decimal_text),
-    "eval_loss": ("eval loss", decimal_text),
-    "grad_norm": ("gradient norm", "{:.4g}".format),
-    "lr": ("learning rate", "{:.3e}".format),
-    "step_time_s": ("step time", seconds_text),
-    "predicted_step_time_s": ("step time, predicted", seconds_text),
-    **{name: (unit, "{:,.0f}".format) for name, unit in SPEEDS.items()},
-    "mfu_fraction": ("MFU", "{:.1%}".format),
-    "ideal_bubble_fraction": ("bubble, ideal", "{:.1%}".format),
-    "predicted_bubble_fraction": ("bubble, predicted", "{:.1%}".format),
-    "measured_bubble_fraction": ("bubble, measured", "{:.1%}".format),
-    "memory_bytes": ("memory", lambda size: size_text(int(size))),
-    "predicted_memory_bytes": ("memory, predicted", lambda size: size_text(int(size))),
-    "seconds": ("s in all", "{:,.1f}".format),
+Texts = Callable[[Sequence[float | None]], list[str]]  # from a column's numbers to its texts
+
+
+def _each(form: Callable[[Any], str]) -> Texts:
+    return lambda values: ["" if value is None else form(value) for value in values]
+
+
+NUMBERS: dict[str, tuple[str, Texts]] = {  # column heading and format, by name in records
+    "steps": ("steps", _each("{:,}".format)),
+    "loss": ("loss", loss_column),
+    "final_loss": ("loss", loss_column),
+    "eval_loss": ("eval loss", loss_column),
+    "grad_norm": ("gradient norm", _each("{:.4g}".format)),
+    "lr": ("learning rate", _each("{:.3e}".format)),
+    "step_time_s": ("step time", seconds_column),
+    "predicted_step_time_s": ("step time, predicted", seconds_column),
+    **{name: (unit, _each("{:,.0f}".format)) for name, unit in SPEEDS.items()},
+    "mfu_fraction": ("MFU", _each("{:.1%}".format)),
+    "ideal_bubble_fraction": ("bubble, ideal", _each("{:.1%}".format)),
+    "predicted_bubble_fraction": ("bubble, predicted", _each("{:.1%}".format)),
+    "measured_bubble_fraction": ("bubble, measured", _each("{:.1%}".format)),
+    "memory_bytes": ("memory", _each(lambda size: size_text(int(size)))),
+    "predicted_memory_bytes": ("memory, predicted", _each(lambda size: size_text(int(size)))),
+    "seconds": ("s in all", _each("{:,.1f}".format)),
 }
 
 # --- the frame -----------------------------------------------------------------------------------
@@ -90,22 +90,13 @@ def exact(value: float, words: str) -> str:
 
 def number(name: str, value: float | None, missing: str = "") -> str:
     """Return a number of a record in the format of NUMBERS; missing: html for None."""
-    return missing if value is None else exact(value, NUMBERS[name][1](value))
+    return column(name, [value], missing)[0]
 
 
-def column(
-    name: str, values: Sequence[float | None], missing: str = "", texts: Sequence[str] | None = None
-) -> list[str]:
-    """Return the cells of a column of numbers, durations in one unit. texts: see `column_texts`."""
-    pairs = zip(values, texts or column_texts(name, values), strict=True)
+def column(name: str, values: Sequence[float | None], missing: str = "") -> list[str]:
+    """Return the cells of a column of `number`s: durations in one unit, losses told apart."""
+    pairs = zip(values, NUMBERS[name][1](values), strict=True)
     return [missing if value is None else exact(value, words) for value, words in pairs]
-
-
-def column_texts(name: str, values: Sequence[float | None]) -> list[str]:
-    """Return the texts of a column in the format of NUMBERS; durations in one unit, "" for None."""
-    if name.endswith("step_time_s"):
-        return seconds_column(values)
-    return ["" if value is None else NUMBERS[name][1](value) for value in values]
 
 
 def soft(content: str) -> str:

@@ -18,6 +18,8 @@ from rich.text import Text
 
 from ppctl.errors import ConfigError
 
+LOSS_DIGITS = 7  # digits of a loss; rounding in float32 changes the next ones
+MOST_DECIMALS = 9  # of a loss
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 GAP = "  "  # between two columns of a table
 SPEEDS = {"tokens_per_s": "tok/s", "rows_per_s": "rows/s"}  # units of the speeds in records
@@ -131,14 +133,31 @@ def show_json(document: Any) -> None:
     print(json.dumps(json_safe(document), allow_nan=False))
 
 
-def decimal_text(value: float) -> str:
+def decimal_text(value: float, decimals: int = 4) -> str:
     """Return a loss with four decimals, or with an exponent if it is very small or large.
 
     >>> [decimal_text(loss) for loss in (3.14159, 0.00012345, 0.0, 1.5e30)]
     ['3.1416', '1.234e-04', '0.0000', '1.500e+30']
     """
     is_usual = 0.01 <= abs(value) < 1e6 or not value
-    return f"{value:.4f}" if is_usual else f"{value:.3e}"
+    return f"{value:.{decimals}f}" if is_usual else f"{value:.{decimals - 1}e}"
+
+
+def loss_column(values: Sequence[float | None]) -> list[str]:
+    """Return losses with the fewest decimals, from four, that show them as different; "" for None.
+
+    Losses that differ by less than LOSS_DIGITS digits count as equal.
+
+    >>> loss_column([0.5, 0.25, None]), loss_column([1.00001, 1.00002]), loss_column([4, 4.0000002])
+    (['0.5000', '0.2500', ''], ['1.00001', '1.00002'], ['4.0000', '4.0000'])
+    """
+    rounded = {float(f"{value:.{LOSS_DIGITS}g}") for value in values if value is not None}
+
+    def differ(decimals: int) -> bool:
+        return len({decimal_text(value, decimals) for value in rounded}) == len(rounded)
+
+    decimals = next(filter(differ, range(4, MOST_DECIMALS)), MOST_DECIMALS)
+    return ["" if value is None else decimal_text(value, decimals) for value in values]
 
 
 def seconds_text(seconds: float, largest: float | None = None, digits: int = 4) -> str:

@@ -10,7 +10,6 @@ from ppctl.launch.sweep.sweep_records import (
     LOSSES,
     best_of,
     equal_errors,
-    loss_column,
     side_by_side_note,
     state_counts,
 )
@@ -102,11 +101,7 @@ def _jobs(file: Path, results: Sequence[Result]) -> str:
     numbers = [{**each.numbers, "seconds": each.seconds} for each in results]
     present = [name for name in SHOWN if any(each[name] is not None for each in numbers)]
     keys = list(dict.fromkeys(name for result in results for name in result.job.values))
-    cells = []
-    for name in present:
-        values = [each[name] for each in numbers]
-        texts = loss_column(values) if name in LOSSES else None
-        cells.append(kit.column(name, values, texts=texts))
+    cells = [kit.column(name, [each[name] for each in numbers]) for name in present]
     rows = []
     for result, *known in zip(results, *cells, strict=True):
         job, state = result.job, result.status

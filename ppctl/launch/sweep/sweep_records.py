@@ -28,8 +28,6 @@ LAYOUT = ("mesh", "schedule", "partition", "executor", "hardware", "launch")
 LOSSES = ("final_loss", "eval_loss")
 MEDIANS = ("step_time_s", *SPEEDS)
 LEAST = ("seconds", "step time", "steps")  # columns that make room in a narrow terminal
-LEAST_DECIMALS, MOST_DECIMALS = 4, 9  # decimals of a loss
-DIGITS = 7  # digits of a loss that rounding in float32 leaves alone, about
 
 
 def numbers_of(run_dir: Path, since_s: float = 0.0) -> dict[str, Any]:
@@ -99,9 +97,8 @@ def show_results(console: Console, results: Sequence[Result]) -> None:
         "status": [each.status + f" ({each.code})" * bool(each.code) for each in results],
     }
     for name in present:
-        values = [each.numbers[name] for each in results]
-        texts = loss_column(values) if name in LOSSES else kit.column_texts(name, values)
-        columns[kit.NUMBERS[name][0]] = texts
+        heading, texts = kit.NUMBERS[name]
+        columns[heading] = texts([each.numbers[name] for each in results])
     columns["seconds"] = ["" if each.seconds is None else f"{each.seconds:.1f}" for each in results]
     rows = zip(*columns.values(), strict=True)
     show_table(console, state_counts(results), [*columns], rows, LEAST)
@@ -148,7 +145,7 @@ def _ahead(done: Sequence[Result], by: str, what: str, *, sign: int) -> list[Bes
         return []
     job, value = max(known, key=lambda each: sign * each[1])
     values = [value for _, value in known]
-    texts = [f"{each:,.0f}" for each in values] if sign > 0 else loss_column(values)
+    texts = kit.NUMBERS[by][1](values)
     numbers = {job.index: text for (job, _), text in zip(known, texts, strict=True)}
     number = numbers.pop(job.index)
     text = f"{what}: {number}, job {job.index} ({job.name})"
@@ -157,21 +154,6 @@ def _ahead(done: Sequence[Result], by: str, what: str, *, sign: int) -> list[Bes
     step, place = newest_checkpoint(job.run_dir), job.run_dir
     place = place if step is None else place / "checkpoints" / str(step)
     return [Best(what, job.index, value, text, str(place))]
-
-
-def loss_column(values: Sequence[float | None]) -> list[str]:
-    """Return losses with the fewest decimals, LEAST_DECIMALS or more, that show them as different.
-
-    Losses that differ by less than DIGITS digits count as equal; "" for None.
-
-    >>> loss_column([0.5, 0.25, None]), loss_column([1.00001, 1.00002]), loss_column([4, 4.0000002])
-    (['0.5000', '0.2500', ''], ['1.00001', '1.00002'], ['4.0000', '4.0000'])
-    """
-    rounded = {float(f"{value:.{DIGITS}g}") for value in values if value is not None}
-    places = range(LEAST_DECIMALS, MOST_DECIMALS)
-    different = (n for n in places if len({f"{value:.{n}f}" for value in rounded}) == len(rounded))
-    number = next(different, MOST_DECIMALS)
-    return ["" if value is None else f"{value:.{number}f}" for value in values]
 
 
 # --- sweep.json -----------------------------------------------------------------------------------
