@@ -10,6 +10,7 @@ from typing import Any
 from ppctl.errors import ConfigError
 from ppctl.reports.charts.palette import INK, line_style, shade
 from ppctl.reports.charts.schedule_drawing import KIND_NAMES, Drawing, number_text
+from ppctl.reports.terminal_output import seconds_text
 from ppctl.schedule.ir import ALL_KINDS, Kind
 
 WIDTH_IN, ROW_IN, MARGIN_IN, DPI = 14.0, 0.32, 1.3, 150
@@ -133,6 +134,9 @@ def _ranks(axes: Any, drawing: Drawing, end_s: float) -> None:
     # 3. axes and title
     num_ranks = schedule.num_ranks
     axes.set(xlim=(0, end_s), ylim=(num_ranks - 0.5, -0.5), xlabel="seconds", ylabel="rank")
+    if end_s < 1:
+        axes.set_xlabel("time")
+        axes.xaxis.set_major_formatter(lambda at_s, _: seconds_text(at_s, end_s))
     axes.set_yticks(range(0, num_ranks, 1 if num_ranks <= 64 else 8))
     axes.set_title(f"{drawing.title}\n{drawing.verdict}", loc="left", fontsize=10)
 
