@@ -30,7 +30,8 @@ def test_a_curve_has_few_points_and_the_numbers_of_all(tmp_path, count):
     curves, newest = read_curves(written(tmp_path, values), ("loss", "mfu"), ("lr",), problems)
     loss = curves["loss"]
     assert (problems, newest, [*curves]) == ([], {"lr": count}, ["loss"])
-    assert loss.median == statistics.median(values)
+    # of two steps the second: the first one is slow
+    assert loss.median == statistics.median(values[1:] if count == 2 else values)
     assert len(loss.points) <= MOST_POINTS
     assert loss.points == sorted(loss.points)
     assert {(1, values[0]), (count, values[-1])} <= {*loss.points}

@@ -2,7 +2,6 @@
 
 import math
 import signal
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -60,8 +59,7 @@ class Dispatched(NamedTuple):
 
     finished: int  # number of steps, this one included
     numbers: Tree  # loss, grad_norm, lr, ... on the devices
-    dispatched_s: float  # seconds of time.perf_counter
-    done: Future[float]  # seconds of time.perf_counter at the step's end
+    step_time_s: Future[float]
 
 
 def metadata(job: TrainingJob, finished: int) -> dict[str, Any]:
@@ -181,15 +179,15 @@ class Loop:
     ) -> tuple[Tree, Dispatched, Timeline | None]:
         """Dispatch a step; return (state, step, timeline). Waits for the end of a measured step."""
         pipe, engine = self.job.pipe, self.job.pipe.engine
-        dispatched_s, measured = time.perf_counter(), None
+        measured = None
+        self.clock.begin()
         if is_measured:
             timed: Any = engine  # Mpmd: config.check refuses run.timeline for other engines
             state, numbers, measured = profiler.timed_step(timed, pipe.schedule, state, batch)
         else:
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 state, numbers = engine.step(state, batch)
-        done = self.clock.watch(numbers)
-        return state, Dispatched(step + 1, numbers, dispatched_s, done), measured
+        return state, Dispatched(step + 1, numbers, self.clock.watch(numbers)), measured
 
     def _read(self, then: Dispatched | None = None) -> None:
         """Wait for the step in flight, check its numbers and log them.
@@ -200,8 +198,7 @@ class Loop:
         unread, self._unread = self._unread, then
         if unread is None:
             return
-        finished, numbers, dispatched_s, done = unread
-        step_time_s = self.clock.step_time_s(dispatched_s, done)
+        finished, numbers, step_time_s = unread[0], unread[1], unread[2].result()
         loss, grad_norm, lr = (float(numbers[name]) for name in ("loss", "grad_norm", "lr"))
         self.step_times_s.append(step_time_s)
         attached = {name: float(numbers[name]) for name in self.job.pipe.attached_losses}
