@@ -173,7 +173,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("words", "message"), FAULTS, ids=[message[:40] for _, message in FAULTS])
-def test_a_wrong_request_is_one_line(words, message, capsys):
+def test_a_wrong_request_of_inspect_is_refused_in_one_line(words, message, capsys):
     said = ask(capsys, words, code=2)
     assert message in said
     assert len(said.splitlines()) == 1

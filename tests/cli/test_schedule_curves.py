@@ -100,7 +100,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("line", WRONG)
-def test_a_wrong_request_is_one_line(line, capsys):
+def test_a_wrong_request_of_curves_is_refused_in_one_line(line, capsys):
     assert cli.main(["schedule", "curves", *line.split()]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1

@@ -239,7 +239,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("mesh", "how", "message"), REFUSED)
-def test_what_cannot_be_divided_is_refused(mesh, how, message):
+def test_stages_that_cannot_be_divided_are_refused(mesh, how, message):
     with pytest.raises(ConfigError, match=message):
         difference(mesh, **how)
 

@@ -84,7 +84,7 @@ EVERY += [
 
 
 @pytest.mark.parametrize(("model", "mesh", "how"), full_except(QUICK, "stack mpmd", "by hand spmd"))
-def test_loss_and_gradients_of_divided_stages_equal_the_reference(model, mesh, how):
+def test_loss_and_gradients_of_sharded_models_equal_the_reference(model, mesh, how):
     assert difference(MODELS[model](), mesh, **how) <= TOLERANCE
 
 
@@ -202,7 +202,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("model", "mesh", "message"), REFUSED)
-def test_what_cannot_be_divided_is_refused(model, mesh, message):
+def test_shardings_that_cannot_be_divided_are_refused(model, mesh, message):
     with pytest.raises(ConfigError, match=message):
         make_pipe(model(), mesh, **MPMD)
 

@@ -90,7 +90,7 @@ def every_case():
     [full(case) if name in SLOW else case for name, case in CASES.items()],
     ids=CASES,
 )
-def test_loss_and_gradients_of_divided_stages_equal_the_reference(mesh, how):
+def test_loss_and_gradients_with_a_divided_vocabulary_equal_the_reference(mesh, how):
     assert difference(mesh, **PARTS, **how) <= TOLERANCE
 
 

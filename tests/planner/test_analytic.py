@@ -38,7 +38,7 @@ def overhead_s(params, machine, layout, **options):
     return counting.overhead_s(planned_step(WORK, params, machine, layout, **options))
 
 
-def test_what_weight_gradients_send_travels_beside_their_products_where_gathers_go_ahead():
+def test_sends_of_weight_gradients_overlap_their_products_with_gathers_ahead():
     sends = Op(0.0, 100.0, axes=("tp",))
     work = replace(
         WORK,
@@ -105,7 +105,7 @@ def test_axes_of_hosts_that_are_not_full_have_the_slow_link():
     assert MACHINE.links({"dp": 3, "pp": 4, "fsdp": 1}) == {"dp": FAR, "pp": FAR, "fsdp": NEAR}
 
 
-def test_without_hosts_or_without_a_network_there_is_one_link():
+def test_without_hosts_or_a_network_all_transfers_use_one_link():
     sizes = {"dp": 64, "pp": 64, "fsdp": 1}
     assert set(replace(MACHINE, host_devices=None).links(sizes).values()) == {NEAR}
     assert set(replace(MACHINE, network=None).links(sizes).values()) == {NEAR}
@@ -114,7 +114,7 @@ def test_without_hosts_or_without_a_network_there_is_one_link():
 # --- tasks --------------------------------------------------------------------------------------
 
 
-def test_pieces_take_their_operations_and_a_backward_what_it_recomputes():
+def test_pieces_cost_their_operations_and_a_backward_its_recomputation():
     times = counted(PlannedLayout(MeshSizes(1, 2, 1), 4, 4))
     assert times.embed == PieceTimes(2 * 4 / 50, 0.0, (2 * 2 + 8) / 50)
     assert times.layer == PieceTimes(
@@ -146,7 +146,7 @@ def test_products_of_a_scan_over_layers_add_to_no_sum():
     assert times == {4: 1.0, 5: 1.0 + 25 / 50}
 
 
-def test_a_backward_recomputes_of_a_layer_what_it_needs_and_of_a_stage_all():
+def test_a_backward_recomputes_the_needed_part_of_a_layer_and_all_of_a_stage():
     work = replace(WORK, layer=replace(LAYER, redo=(Op(100.0, 1.0),)))
     layout = PlannedLayout(MeshSizes(1, 2, 1), 4, 4)
     again = {
@@ -165,7 +165,7 @@ def test_a_hop_crosses_hosts_where_pp_does():
     assert counted(PlannedLayout(MeshSizes(8, 1, 2), 4, 4)).hop_s == 0
 
 
-def test_cores_are_shared_where_there_are_any():
+def test_ranks_share_the_cores_of_the_machine():
     layout = PlannedLayout(MeshSizes(1, 2, 1), 4, 4)
     assert counted(layout).capacity == inf
     assert counted(layout, replace(MACHINE, cores=2)).capacity == 2.0
@@ -216,7 +216,7 @@ def walked_s(visits, gather_s, *, is_ahead):
 
 
 @pytest.mark.parametrize("is_ahead", [True, False])
-def test_a_task_gathers_one_layer_ahead_of_the_one_that_it_computes(is_ahead):
+def test_a_task_gathers_one_layer_ahead(is_ahead):
     rng = random.Random(0)
     for n, split in itertools.product((1, 2, 5), (True, False)):
         g, f, again, i, w = (rng.random() for _ in range(5))
@@ -248,7 +248,7 @@ def test_embedding_and_head_leave_the_host_where_layers_do_not():
     assert spread == pytest.approx(next(both_ways) - next(both_ways))
 
 
-def test_one_device_sends_nothing():
+def test_a_single_device_has_no_collectives():
     layout = PlannedLayout(MeshSizes(1, 1, 1), 3, 3)
     held = 360 + 480
     assert overhead_s(PARAMS, MACHINE, layout) == pytest.approx((held * 1.5 + held * 8) / 50)
@@ -260,5 +260,5 @@ def test_one_device_sends_nothing():
     )
 
 
-def test_devices_of_a_rank_are_those_of_all_axes_but_pp():
+def test_devices_of_a_rank_are_along_all_axes_but_pp():
     assert PlannedLayout(MeshSizes(3, 2, 4, tp=2), rank_layers=1, chunk_layers=1).rank_devices == 24

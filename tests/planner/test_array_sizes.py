@@ -72,7 +72,7 @@ QUICK = ("interleaved full", "uneven zb_h2", "dp, fsdp, bfloat16", "one rank", "
     "asked",
     [pytest.param(c, id=n, marks=() if n in QUICK else pytest.mark.full) for n, c in CASES.items()],
 )
-def test_every_part_is_what_its_arrays_take(asked):
+def test_planned_bytes_of_every_part_equal_its_arrays(asked):
     job = assemble(asked)
     held = array_bytes(step_of(job), job.pipe.ticks.num_slots)
     shapes = job.pipe.memory()[0]
@@ -97,7 +97,7 @@ def test_adapters_take_the_memory_that_is_predicted_as_compiled(executor):
     assert predicted < 0.85 * whole
 
 
-def test_w_of_adapters_is_next_to_nothing():
+def test_w_of_adapters_costs_almost_no_time():
     asked = replace(TINY, model=replace(TINY.model, d_model=256))
     plain, adapted = (
         work_of(assemble(each).pipe.model) for each in (asked, replace(asked, **LORA))

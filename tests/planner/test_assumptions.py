@@ -82,7 +82,7 @@ def said(request, *, is_timed=True):
         ({"plan": config.Plan(compile=True)}, "equal layers and devices", "fragmented"),
     ],
 )
-def test_what_is_assumed_follows_from_the_request(changes, words, others):
+def test_assumptions_follow_from_the_request(changes, words, others):
     text = said(replace(ROWS, **changes))
     assert words in text
     assert others not in text
@@ -104,7 +104,7 @@ def test_where_xla_puts_collectives_in_the_step_time_is_unknown():
     assert min(found.total_bytes) > 0
 
 
-def test_a_search_does_not_take_them_for_free():
+def test_a_search_refuses_stages_that_xla_divides():
     request = replace(OF_ITS_OWN, mesh=config.Mesh(1, 2), hardware=known()["h100"])
     pipe = assemble(request, only_planned=True).pipe
     counted = lambda *sizes: pytest.fail("counted")
@@ -114,7 +114,7 @@ def test_a_search_does_not_take_them_for_free():
         stage_divisions(*of_model, {"ep": None, "tp": [2], "cp": None}, 4, 8)
 
 
-def test_speeds_and_links_are_those_that_seconds_are_counted_with():
+def test_assumed_speeds_and_links_are_those_of_the_prediction():
     job = assemble(
         replace(TOKENS, mesh=config.Mesh(2, 4, 2)), only_planned=True, on_one_device=True
     )
@@ -150,7 +150,7 @@ def test_the_kernel_of_experts_is_that_of_the_hardware():
     assert "products of experts" not in said(TOKENS)
 
 
-def test_without_a_time_nothing_is_said_of_speeds():
+def test_a_plan_without_a_time_states_no_speeds():
     text = said(ROWS, is_timed=False)
     assert "GB/s" not in text
     assert "no fragmented memory" in text

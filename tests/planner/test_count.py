@@ -130,7 +130,7 @@ def test_examples_and_remat_of_the_request_do_not_matter():
 
 
 @variants
-def test_what_is_kept_grows_with_the_examples_as_it_was_counted(name, dtype):
+def test_kept_bytes_grow_with_the_examples_as_counted(name, dtype):
     work = work_of_named(name, dtype)
     for remat in ("none", "layer", "full"):
         model = named(name, 16, dtype, remat)
@@ -239,14 +239,14 @@ def test_attention_by_cudnn_is_the_work_of_the_plain_form_without_its_scores_in_
     assert {op.kernel for op in plain} == {"product"}
 
 
-def test_the_products_of_plain_attention_are_as_many_as_the_heads_of_keys_and_run_as_one():
+def test_plain_attention_has_a_product_for_each_key_head_in_one_operation():
     q, k = (jax.ShapeDtypeStruct((2, 256, number, 64), jnp.bfloat16) for number in (4, 2))
     shapes = [op.shape for op in ops_of(kernel_named("xla"), q, k, k) if op.shape]
     found = [tuple(n.of(0) for n in (s.rows, s.columns, s.depth, s.number)) for s in shapes]
     assert found == [(512, 256, 64, 4), (512, 64, 256, 4)]  # two heads of queries for one of keys
 
 
-def test_attention_by_pallas_is_told_from_other_kernels():
+def test_attention_by_pallas_is_distinguished_from_other_kernels():
     q = jax.ShapeDtypeStruct((2, 256, 4, 128), jnp.bfloat16)
     ops = ops_of(lambda q, k, v, g: jax.vjp(kernel_named("pallas"), q, k, v)[1](g), q, q, q, q)
     found = [op.kernel for op in ops if op.flops and op.kernel != "product"]

@@ -98,7 +98,7 @@ cases = pytest.mark.parametrize(
 
 
 @cases
-def test_collectives_of_a_step_take_what_those_of_the_program_take(case):
+def test_planned_collectives_of_a_step_equal_the_programs(case):
     plan, sizes, found = traced(case)
     per_step = [each for each in found if each[0] != "ppermute"]
     assert not any(in_loop for *_, in_loop in per_step)
@@ -130,7 +130,7 @@ def test_gathering_by_layer_moves_each_layer_in_each_task_that_reads_it(remat, u
 
 
 @pytest.mark.parametrize("family", ["1f1b", "zb_h1"])
-def test_a_hop_is_of_one_microbatch_between_layers(family):
+def test_a_hop_sends_one_microbatch_between_layers(family):
     case = Case(family, (2, 2, 2), 4, num_layers=4, batch_size=32)
     plan, sizes, found = traced(case)
     x_bytes = 8 * 16 * 8  # of an example: tokens, d_model, float64

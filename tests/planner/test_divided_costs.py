@@ -84,7 +84,7 @@ def test_a_block_sends_its_rows_twice_each_way_and_does_its_share_of_the_product
     assert sent(gathered.layer.forward) == [("cp", "gather", 2 * kv)] * 2
 
 
-def test_what_is_sent_takes_its_time_on_the_axes_link():
+def test_sends_take_the_time_of_the_link_of_their_axis():
     work = work_of(model_of(StageAxes(tp=2)))
     near = Link(latency_s=1.0, bytes_per_s=64.0)
     machine = Machine(Speed(1e30, 1e30), near, None, None, task_s=0.0)

@@ -94,7 +94,7 @@ def test_alltoall_sends_each_row_to_its_expert_and_back(capacity):
     assert found == pytest.approx(expected, abs=E * NUMBER)  # and counts by expert
 
 
-def test_between_hosts_an_exchange_uses_a_devices_own_adapter_and_a_gather_all_of_them():
+def test_between_hosts_an_exchange_uses_one_adapter_a_device_and_a_gather_all():
     """8 devices in two hosts: of an exchange half leaves the host."""
     machine = Machine(Speed(1.0, 1.0), Link(0.0, 1e30), Link(0.0, 10.0), 4, 0.0)
     layout = PlannedLayout(MeshSizes(ep=8), 1, 1)
@@ -146,7 +146,7 @@ def test_half_of_the_layers_send_half_as_much():
     assert sent_s(f"{EXPERTS} model.moe.first_dense=2") == pytest.approx(sent_s(EXPERTS) / 2)
 
 
-def test_a_plan_says_where_dispatch_takes_longer_than_products(capsys):
+def test_a_plan_notes_that_dispatch_takes_longer_than_products(capsys):
     near = planned(
         compose(
             [
@@ -180,7 +180,7 @@ def test_a_plan_says_where_dispatch_takes_longer_than_products(capsys):
         ("costs.forward_s=2", "costs.forward_s=2: only `ppctl schedule` reads these costs"),
     ],
 )
-def test_a_wrong_request_is_one_line(words, message, capsys):
+def test_a_wrong_request_for_experts_is_refused_in_one_line(words, message, capsys):
     assert cli.main(["plan", *MODEL.split(), *words.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
@@ -243,7 +243,7 @@ def test_a_wrong_size_of_ep_is_refused(monkeypatch, words, experts, message):
         sizes_of_ep(monkeypatch, words, experts=experts)
 
 
-def test_models_without_experts_are_not_divided_by_them():
+def test_models_without_experts_are_replicated_over_ep():
     """A perceptron computes the same on every device along ep: replicas, not parts."""
     words = "tune.devices=2 tune.ep=[2] model=mlp data=regression hardware=h100 data.batch_size=32"
     from ppctl.planner.search.tune_layouts import tune_layouts

@@ -46,7 +46,7 @@ def test_products_are_as_fast_as_measured_in_the_step():
     assert flops / taken_s == pytest.approx(751e12, rel=0.03)
 
 
-def test_attention_takes_what_it_took():
+def test_predicted_attention_takes_the_measured_time():
     forward_s, backward_s = (seconds(f"attention_{way}")[1] for way in ("forward", "backward"))
     assert forward_s == pytest.approx(0.011, rel=0.1)  # of a step: 128 calls
     assert backward_s == pytest.approx(0.031 + 0.006, rel=0.1)  # with its conversions
@@ -54,7 +54,7 @@ def test_attention_takes_what_it_took():
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_the_step_is_one_that_an_h100_can_take(remat):
+def test_the_predicted_step_is_near_the_one_measured_on_an_h100(remat):
     """0.379 to 0.411 s were measured with more element-wise work than there is now, of which 0.345
     may be left.
     """
@@ -92,7 +92,7 @@ QUICK = (
 @pytest.mark.parametrize(
     ("executor", "remat", "mesh", "schedule"), full_except([*COMPILED_GIB], *QUICK)
 )
-def test_memory_is_what_the_compiler_plans(executor, remat, mesh, schedule):
+def test_predicted_memory_is_near_the_compilers(executor, remat, mesh, schedule):
     words = (
         f"executor={executor}",
         f"executor.remat={remat}",
@@ -115,7 +115,7 @@ COMPILED_MIXTURE_GIB = {"none": 15.27, "layer": 11.17, "full": 12.36}
 
 
 @pytest.mark.parametrize("remat", full_except([*COMPILED_MIXTURE_GIB], "layer"))
-def test_memory_of_a_mixture_is_what_the_compiler_plans(remat):
+def test_predicted_memory_of_a_mixture_is_near_the_compilers(remat):
     """Experts over ep, the other parameters over fsdp; rows of the worst case."""
     words = [*MIXTURE.split(), f"executor.remat={remat}"]
     predicted = predict_step(assemble(compose(words), only_planned=True)).memory_bytes

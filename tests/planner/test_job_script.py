@@ -129,7 +129,7 @@ def test_a_jobset_has_a_name_of_dns(tmp_path):
     assert yaml.safe_load(file.read_text())["metadata"]["name"] == "my-run"
 
 
-def test_a_script_for_a_tpu_slice_says_how_many_chips(tmp_path):
+def test_a_script_for_a_tpu_slice_states_its_chips(tmp_path):
     assert "of 32 v5e on every host" in script("tpu", request(32, "v5e"), tmp_path)
 
 
@@ -256,7 +256,7 @@ TUNE = (
 )
 
 
-def test_tune_writes_it_next_to_the_recipe_and_says_so(tmp_path, monkeypatch, capsys):
+def test_tune_writes_the_job_script_next_to_the_recipe_with_a_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["tune", *TUNE.split(), "tune.launch=slurm"]) == 0
     assert capsys.readouterr().out.endswith(
@@ -275,7 +275,7 @@ def test_tune_writes_it_next_to_the_recipe_and_says_so(tmp_path, monkeypatch, ca
     assert not os.access(tmp_path / "recipes/tuned.jobset.yml", os.X_OK)
 
 
-def test_another_file_stays_and_nothing_is_searched(tmp_path, monkeypatch, capsys):
+def test_an_existing_file_stays_and_no_layout_is_searched(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
         "ppctl.planner.search.tune_layouts.LayoutSearch", lambda *_: pytest.fail("searched")

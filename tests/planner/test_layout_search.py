@@ -163,7 +163,7 @@ def assert_none_is_missed(best, layouts, keep=10):
             assert candidate in best or any(map(candidate.is_like, faster))
 
 
-def test_items_come_in_order_and_those_behind_the_last_are_not_refined():
+def test_items_come_in_order_and_only_the_used_ones_are_refined():
     refined = []
 
     def closer(item):
@@ -176,7 +176,7 @@ def test_items_come_in_order_and_those_behind_the_last_are_not_refined():
 
 
 @seeds
-def test_the_best_are_those_of_all_layouts(seed):
+def test_the_best_layouts_are_the_best_of_an_exhaustive_search(seed):
     search, layouts = LayoutSearch(*some(seed)), simulated(seed)
     assert_none_is_missed(first(search), layouts)
     assert search.num_simulated < len(search.layouts)
@@ -200,7 +200,7 @@ def test_under_a_limit_too(seed):
 
 
 @seeds
-def test_where_nothing_fits_a_bound_says_what_is_needed(seed):
+def test_if_no_layout_fits_a_bound_states_the_needed_memory(seed):
     least = min(candidate.least_bytes for candidate in simulated(seed))
     search = LayoutSearch(*some(seed), room_bytes=least - 1)
     assert first(search) == []
@@ -208,7 +208,7 @@ def test_where_nothing_fits_a_bound_says_what_is_needed(seed):
 
 
 @seeds
-def test_bounds_are_not_above_what_they_bound(seed):
+def test_bounds_are_at_most_the_exact_values(seed):
     for layout, placed, candidate in all_of(seed):
         assert layout.seconds <= candidate.seconds * EPSILON, candidate
         assert placed.seconds <= candidate.seconds * EPSILON, candidate
@@ -322,6 +322,6 @@ def test_a_long_schedule_is_extrapolated_from_shorter_ones(family, executor, mon
                 assert found.least_bytes == pytest.approx(exact.least_bytes, rel=near)
 
 
-def test_what_grows_by_equal_steps_is_continued():
+def test_counts_that_grow_by_equal_steps_are_extrapolated():
     assert along([3], [{"a": 5.0}], 9) == {"a": 5.0}
     assert along([3, 5], [{"a": 5.0, "b": 1}, {"a": 9.0, "b": 1}], 9) == {"a": 17.0, "b": 1}

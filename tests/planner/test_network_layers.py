@@ -38,7 +38,7 @@ WORDS = [
 ]
 
 
-def test_a_plan_lists_what_stands_in_each_layer(tmp_path, monkeypatch, capsys):
+def test_a_plan_lists_the_contents_of_each_layer(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "listed_net.py").write_text(NET)

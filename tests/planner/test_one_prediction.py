@@ -84,7 +84,7 @@ CASES = [*product(("chosen", "fuzzed"), range(NUMBER // 2))]
 
 
 @pytest.mark.parametrize(("how", "seed"), full_except(CASES, ("chosen", 0), ("fuzzed", 3)))
-def test_rows_of_tune_are_those_of_plan_and_train_digit_for_digit(how, seed, monkeypatch, tmp_path):
+def test_rows_of_tune_equal_plan_and_train_digit_for_digit(how, seed, monkeypatch, tmp_path):
     searched = []
     as_planned = tune_module.as_planned
 
@@ -115,7 +115,7 @@ def test_rows_of_tune_are_those_of_plan_and_train_digit_for_digit(how, seed, mon
         assert tuned.found.best[0].layout not in [row.layout for row in others.found.best]
 
 
-def test_plan_refuses_what_tune_says_is_a_byte_too_much(capsys):
+def test_plan_refuses_a_layout_that_tune_finds_a_byte_too_large(capsys):
     words = [
         *ROWS.split(),
         *[

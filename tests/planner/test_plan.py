@@ -58,7 +58,7 @@ REMATS = [
 
 
 @pytest.mark.parametrize(("schedule", "remat"), full_except(REMATS, ("zb_h1", "full")))
-def test_the_parts_of_a_compiled_program_add_up_to_what_its_compiler_plans(schedule, remat):
+def test_the_parts_of_a_compiled_program_add_up_to_its_compilers_total(schedule, remat):
     found = planned(request(schedule, remat=remat, plan=COMPILE))
     job = assemble(request(schedule, remat=remat))
     memory = job.pipe.engine.lower_train_step().compile().memory_analysis()
@@ -71,7 +71,7 @@ def test_the_parts_of_a_compiled_program_add_up_to_what_its_compiler_plans(sched
 
 
 @pytest.mark.full
-def test_activations_are_what_a_compiled_program_grows_by():
+def test_predicted_activations_equal_the_growth_of_a_compiled_program():
     parts, total = growth("gpipe", 8, 32)
     grown = parts["activations"] + parts["transfers"] + parts["batch"]
     assert (
@@ -82,7 +82,7 @@ def test_activations_are_what_a_compiled_program_grows_by():
     assert abs(parts["temporaries"]) <= 0.02 * total
 
 
-def test_state_and_batch_are_what_their_arrays_take():
+def test_planned_bytes_of_state_and_batch_equal_their_arrays():
     asked = request(mesh=config.Mesh(2, 2, 2))
     found = planned(asked).memory_bytes[0]
     job = assemble(asked)
@@ -169,7 +169,7 @@ PREDICTED = {
 
 
 @pytest.mark.parametrize("asked", full_except(PREDICTED, "spmd none", "mpmd none"))
-def test_what_is_predicted_is_about_what_is_compiled(asked):
+def test_predicted_memory_is_near_the_compiled_programs(asked):
     """Temporaries are counted; the programs of tiny models hold more that is not."""
     found = planned(replace(asked, plan=COMPILE))
     assert len(found.predicted_bytes) == len(found.total_bytes)
@@ -178,7 +178,7 @@ def test_what_is_predicted_is_about_what_is_compiled(asked):
 
 
 @pytest.mark.parametrize("executor", ["mpmd", full("spmd")])
-def test_nothing_is_compiled_unless_requested(executor, monkeypatch):
+def test_a_plan_compiles_only_on_request(executor, monkeypatch):
     for target in (jax.stages.Lowered,):
         monkeypatch.setattr(target, "compile", lambda *_: pytest.fail("compiled"))
     found = planned(request(executor=executor))
@@ -187,7 +187,7 @@ def test_nothing_is_compiled_unless_requested(executor, monkeypatch):
     assert (found.is_compiled, found.compile_s) == (False, None)
 
 
-def test_a_limit_below_what_is_predicted_does_not_fit_and_one_above_does(capsys):
+def test_a_limit_below_the_prediction_does_not_fit_and_one_above_fits(capsys):
     need = max(planned(request()).total_bytes)
     tight, enough = (config.Plan(memory_gib=(need + more) / 2**30) for more in (-1, 1))
     code, found = plan_json(capsys, request(plan=tight))
@@ -230,7 +230,7 @@ def test_over_the_limit_of_the_hardware_plan_ends_with_1_and_names_the_limit(dty
     assert "it fits" not in last
 
 
-def test_what_is_compiled_is_shown_next_to_what_is_predicted(capsys):
+def test_compiled_memory_is_shown_next_to_the_prediction(capsys):
     found, said = said_of(request(plan=config.Plan(compile=True, memory_gib=1.0)), capsys)
     assert (found.fits, found.is_compiled) == (True, True)
     assert "fits: " in said
@@ -238,7 +238,7 @@ def test_what_is_compiled_is_shown_next_to_what_is_predicted(capsys):
     assert "total, predicted" in said
 
 
-def test_costs_to_paste_are_those_of_the_stages_relative_to_a_forward():
+def test_costs_to_paste_are_relative_to_a_forward_of_a_stage():
     found = planned(TINY)
     names = "forward_s", "input_grad_s", "weight_grad_s"
     per_rank = {f"costs.{n}": sum(getattr(s, n) for s in found.stages) / 4 for n in names}
@@ -252,7 +252,7 @@ def test_costs_to_paste_are_those_of_the_stages_relative_to_a_forward():
     assert costs_text(replace(found, transfer_s=None)) is None
 
 
-def test_costs_to_paste_come_with_the_mesh_and_the_microbatches_that_they_hold_for(capsys):
+def test_costs_to_paste_come_with_their_mesh_and_microbatches(capsys):
     """Costs of pp=4 were pasted for the default mesh, of other ranks and microbatches."""
     words = costs_text(planned(TINY)).split(" for `ppctl schedule`")[0].split()
     assert words[:2] == ["mesh=1x4", f"schedule.num_microbatches={TINY.schedule.num_microbatches}"]
@@ -280,7 +280,7 @@ def test_json_holds_the_stages_and_the_bubble(capsys):
 # --- how it reads -------------------------------------------------------------------------------
 
 
-def test_a_forward_that_is_left_to_its_backward_says_so(capsys):
+def test_a_note_names_forwards_that_run_in_their_backward(capsys):
     found, said = said_of(request(remat="full"), capsys)
     assert found.stages[-1].forward_s == 0
     [row] = [line for line in said.splitlines() if line.split()[:1] == [str(len(found.stages) - 1)]]
@@ -288,7 +288,7 @@ def test_a_forward_that_is_left_to_its_backward_says_so(capsys):
     assert "in backward" not in said_of(request(remat="layer"), capsys)[1]
 
 
-def test_stages_are_a_short_line_and_what_is_assumed_stands_before_the_verdict(capsys):
+def test_stages_are_a_short_line_and_assumptions_precede_the_verdict(capsys):
     found, said = said_of(request(), capsys)
     lines = said.splitlines()
     assert "stages    4 of 1 layer each, on ranks 0-3" in lines
@@ -301,7 +301,7 @@ def test_stages_are_a_short_line_and_what_is_assumed_stands_before_the_verdict(c
 @pytest.mark.parametrize(
     ("vocab", "stages"), [("whole", "Ett|tL (E emb"), ("parallel", "tt|t (t l")]
 )
-def test_embedding_and_head_stand_on_stages_only_where_they_are(vocab, stages):
+def test_embedding_and_head_are_listed_only_on_their_stages(vocab, stages):
     asked = request("1f1b", 4, executor="mpmd", mesh=SMALL, partition=config.Balanced())
     asked = as_transformer(replace(asked, schedule=config.Schedule("1f1b", 4, vocab=vocab)))
     asked = replace(asked, model=replace(asked.model, num_layers=3))
@@ -314,7 +314,7 @@ def test_embedding_and_head_stand_on_stages_only_where_they_are(vocab, stages):
     assert f"; balanced ({where}" in (partition_text(job) or "")
 
 
-def test_a_plan_that_compiles_nothing_has_no_largest_number_of_devices(capsys):
+def test_a_plan_without_compilation_has_no_limit_on_devices(capsys):
     words = "plan model=llama3_405b mesh=16x16x8x1x8 hardware=h100 executor=mpmd data=synthetic"
     sizes = "data.batch_size=2048 schedule.num_microbatches=16 plan.memory_gib=1000 --json"
     assert cli.main([*words.split(), *sizes.split()]) == 0

@@ -114,7 +114,7 @@ def test_the_page_loads_no_other_file(name):
     assert not re.search(r"https?:|@import|url\(|\bfetch\(|XMLHttp|@@", text)
 
 
-def test_the_verdict_has_words_besides_its_colour():
+def test_the_verdict_has_words_in_addition_to_its_colour():
     _, _, text = made("does not fit")
     parsed = Page(text)
     assert ("p", {"class": "fit no"}) in parsed.tags
@@ -135,7 +135,7 @@ def test_stages_name_their_layers_and_rank():
     assert "1 2-3 1 " in said
 
 
-def test_what_is_not_drawn_says_why(monkeypatch):
+def test_the_page_gives_the_reason_for_a_missing_chart(monkeypatch):
     job, (found, _, _) = assemble(SMALL), made("spmd")
     assert made("reference")[1] == "executor=reference has no pipeline to draw."
     unknown = picture_of(job, "no <peak> is known.")
@@ -150,7 +150,7 @@ def test_what_is_not_drawn_says_why(monkeypatch):
     assert "<script" not in text
 
 
-def test_the_page_lists_what_the_plan_assumes_and_says_where_a_forward_has_gone():
+def test_the_page_lists_assumptions_and_forwards_that_run_in_their_backward():
     found, _, text = made("full")  # of remat=full
     said = Page(text).text
     assert "What this assumes" in said
@@ -158,7 +158,7 @@ def test_the_page_lists_what_the_plan_assumes_and_says_where_a_forward_has_gone(
     assert "in backward" in said
 
 
-def test_a_step_time_that_is_not_known_says_why():
+def test_the_page_gives_the_reason_for_an_unknown_step_time():
     found = replace(
         made("spmd")[0],
         step_time_s=None,
@@ -221,7 +221,7 @@ def test_every_part_has_a_colour():
 # --- the file -----------------------------------------------------------------------------------
 
 
-def test_the_file_is_written_beside_what_is_printed(tmp_path, capsys):
+def test_the_page_is_written_in_addition_to_the_printed_plan(tmp_path, capsys):
     file = tmp_path / "plan.html"
     assert run_plan(replace(SMALL, plan=config.Plan(html=str(file))), as_json=True) == 0
     said = capsys.readouterr()
@@ -260,7 +260,7 @@ def test_a_directory_of_others_is_refused(tmp_path, monkeypatch):
         run_plan(replace(SMALL, plan=config.Plan(html=str(tmp_path / "x.html"))), as_json=False)
 
 
-def test_a_disk_that_is_full_is_one_line():
+def test_a_full_disk_fails_in_one_line():
     with pytest.raises(
         ConfigError, match=r"plan.html=/dev/full cannot be written: No space left on device\.$"
     ):

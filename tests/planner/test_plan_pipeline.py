@@ -24,7 +24,7 @@ def pipeline(**request):
 
 
 @pytest.mark.parametrize("hardware", [full("h100"), "host"])
-def test_numbers_are_those_of_the_command_line_digit_for_digit(hardware):
+def test_numbers_of_the_python_api_equal_the_command_lines(hardware):
     dtype = "bfloat16" if hardware == "h100" else "float32"
     config = Config(
         model=Transformer(seq_len=16, **SIZES),
@@ -45,7 +45,7 @@ def test_numbers_are_those_of_the_command_line_digit_for_digit(hardware):
     assert (found.hardware, found.limit_bytes) == (hardware, expected.limit_bytes)
 
 
-def test_a_stack_of_ones_own_is_predicted():
+def test_a_custom_stack_is_predicted():
     pipe = pipeline(executor="spmd", schedule="1f1b", dtype="float32")
     found = ppctl.plan(pipe, memory_gib=0.001)
     assert found.step_s > 0

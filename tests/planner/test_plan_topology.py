@@ -50,7 +50,7 @@ REFUSED = (
 )
 
 
-def test_what_a_compiler_refuses_does_not_fit(monkeypatch, capsys):
+def test_a_program_that_the_compiler_refuses_does_not_fit(monkeypatch, capsys):
     described(monkeypatch)
 
     def refuse(self, *, evaluate):

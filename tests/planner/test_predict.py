@@ -130,7 +130,7 @@ def test_a_dtype_without_a_stated_peak_predicts_no_time_and_is_refused_where_har
         predict.predict_step(job)
 
 
-def test_counted_for_hardware_that_is_not_here_a_model_has_its_kernels():
+def test_a_model_planned_for_absent_hardware_has_its_kernels():
     """cuDNN reads and writes no scores; XLA's plain form, which this machine would take, does."""
     words = (
         "model=transformer model.d_model=64 model.num_heads=2 model.seq_len=512 data=synthetic "

@@ -56,7 +56,7 @@ def few():
 @pytest.mark.parametrize(
     "given", [row for row in GIVEN if row["derived"]], ids=lambda row: row["id"]
 )
-def test_flops_and_steps_are_those_that_the_source_states(given):
+def test_flops_and_steps_equal_the_sources(given):
     """As whoever collected the rows derived them, by another program."""
     row, derived = ROWS[given["id"]], given["derived"]
     tokens = row.seq * row.global_batch
@@ -71,7 +71,7 @@ def test_flops_and_steps_are_those_that_the_source_states(given):
         assert row.published_s() == pytest.approx(implied, rel=0.03)
 
 
-def test_published_flops_may_have_recomputing_in_them():
+def test_published_flops_may_include_recomputation():
     """The steps of SC21 follow from TFLOP/s that count the forward twice."""
     row = ROWS["megatron-sc21-a100-1T"]
     assert row.counts_recomputing
@@ -156,7 +156,7 @@ def test_a_step_may_be_stated_in_other_units():
         ({"gpu_short": "MI300X"}, "gpu_short=MI300X: conf/hardware has no mi300x"),
     ],
 )
-def test_what_cannot_be_expressed_is_refused_with_the_reason(changes, reason):
+def test_rows_that_ppctl_cannot_express_are_refused_with_the_reason(changes, reason):
     row = replace(ROWS["bloom-176b-384"], **changes)
     with pytest.raises(ConfigError, match=reason):
         requests_of(row)
@@ -191,7 +191,7 @@ def test_experts_are_divided_over_tp_and_replicas(name, mesh):
     assert request.dp * request.fsdp * request.ep * row.tp * row.pp * row.cp == row.gpus
 
 
-def test_flops_of_a_mixture_are_those_of_the_experts_of_a_token():
+def test_flops_of_a_mixture_count_the_experts_of_a_token():
     model = ROWS["modelzoo-qwen3-235b-deepep-tp2-ep32-pp8"].model
     matrices = 2 * 4096 * (64 + 4) * 128 + 3 * 4096 * 8 * 1536 + 4096 * 128
     pairs = 12 * 94 * 64 * 128 * 4096
@@ -213,7 +213,7 @@ def test_mixtures_are_predicted():
     assert not any(row.refused for row in found.values())
 
 
-def test_what_a_source_leaves_open_is_chosen_and_named():
+def test_choices_that_a_source_leaves_open_are_named():
     found = requests_of(ROWS["megatron-h100-70B"])
     assert {request.num_chunks for request in found} == {
         1,
@@ -235,7 +235,7 @@ def test_embedding_and_head_take_a_layers_place_where_layers_do_not_divide():
     assert sizes[8] == (0, *[1] * 126, 0) if 8 in sizes else sizes[4] == (1, *[2] * 62, 1)
 
 
-def test_gpus_with_slower_links_or_less_memory_are_told_apart():
+def test_gpus_with_slower_links_or_less_memory_are_distinguished():
     row = ROWS["bloom-176b-384"]
     assert hardware_of(replace(row, gpu_short="A800"))[0].link_bytes_per_s == 200e9
     assert hardware_of(replace(row, gpu="A100 SXM4 40 GB"))[0].name == "a100_40gb"
@@ -252,7 +252,7 @@ def test_networks_are_read_from_words():
 # --- predictions --------------------------------------------------------------------------------
 
 
-def test_a_few_rows_are_near_and_as_the_page_says(few):
+def test_a_few_rows_are_near_and_equal_the_page(few):
     page = tables_of(PAGE.read_text())
     for row in few:
         assert row.error < 0.15, row.id
@@ -266,7 +266,7 @@ def test_a_pipeline_of_divided_vocabulary_has_no_last_rank_that_all_wait_for(few
     assert chosen([whole], FITTED)[1].pipeline_s > 1.05 * chosen([request], FITTED)[1].pipeline_s
 
 
-def test_memory_grows_with_what_is_kept(few):
+def test_memory_grows_with_the_kept_activations(few):
     (request,) = requests_of(ROWS[FEW[0]])
     assert (
         memory_gib(replace(request, redone=1.0))
@@ -306,7 +306,7 @@ def test_the_mfu_of_steps_in_8_bits_is_of_the_peak_in_8_bits():
     )
 
 
-def test_the_picture_and_the_tables_hold_what_was_compared(few):
+def test_the_picture_and_the_tables_hold_the_compared_rows(few):
     refused = compare([ROWS["bigscience-930"]])
     tables = page_tables([*few, *refused])
     assert "Refused: `bigscience-930`, hidden=13824 is not a multiple of heads=104." in tables
@@ -381,7 +381,7 @@ def test_the_search_of_partitions_tries_megatron_bridges_layout_of_llama_70b():
 
 
 @pytest.mark.full
-def test_the_page_is_what_the_command_makes_and_the_bars_are_reached():
+def test_the_page_is_the_commands_output_and_reaches_its_bars():
     compared = compare(list(ROWS.values()))
     page = PAGE.read_text()
     assert page == page_with(page, page_tables(compared))

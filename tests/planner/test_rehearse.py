@@ -95,7 +95,7 @@ def times(request, forward_s, backward_s, at_once=ALL_ALIKE):
 
 
 @pytest.mark.parametrize("name", full_except([*REQUESTS], "1f1b"))
-def test_the_tasks_of_a_rank_are_those_that_the_engine_dispatches(name):
+def test_rehearsed_tasks_of_a_rank_are_the_dispatched_ones(name):
     job = assemble(REQUESTS[name], on_one_device=True)
     entries, _ = job.pipe.engine.plan("step")
     for r, (_, prepare, tasks) in enumerate(rehearse.rank_parts(job)):
@@ -109,7 +109,7 @@ def test_the_tasks_of_a_rank_are_those_that_the_engine_dispatches(name):
 
 
 @pytest.mark.parametrize("name", full_except([*REQUESTS], "1f1b", "the vocabulary on all ranks"))
-def test_every_task_runs_and_their_seconds_add_up_to_those_of_the_rank(name):
+def test_every_task_runs_and_their_seconds_add_up_to_the_ranks(name):
     job = assemble(REQUESTS[name], on_one_device=True)
     parts = rehearse.rank_parts(job)
     for part in parts[:1] + parts[-1:]:
@@ -146,7 +146,7 @@ def test_cpu_seconds_that_all_ranks_at_work_share_are_more_for_few():
     assert replace(found, at_once=found.alone, replicas=1).cpu_s(1) == 3.0
 
 
-def test_ranks_that_share_cores_are_as_fast_together_as_they_ran_at_once():
+def test_ranks_that_share_cores_are_as_fast_as_measured_together():
     found = RankTimes(Timing(1.0, 1.0), Timing(2.0, 1.0), 4, Timing(0.0, 0.0), {}, 0)
     assert found.capacity == 2.0
     assert replace(found, at_once=Timing(8.0, 1.0)).capacity == 1.0  # one at least
@@ -213,7 +213,7 @@ DIVIDED = replace(
 )
 
 
-def test_what_devices_of_a_stage_send_is_counted_beside_what_one_of_them_computes():
+def test_sends_of_a_stages_devices_are_counted_besides_one_devices_computation():
     asked = replace(
         DIVIDED, model=replace(DIVIDED.model, num_layers=3), mesh=config.Mesh(1, 3, 1, tp=2, cp=2)
     )
@@ -250,7 +250,7 @@ def test_sends_of_vocabulary_parts_are_counted_too():
     assert slow.found.sent_s == pytest.approx(max(of_ranks))
 
 
-def test_one_device_of_a_divided_rank_runs_its_tasks():
+def test_one_device_of_a_divided_rank_is_rehearsed():
     asked = replace(
         DIVIDED, model=replace(DIVIDED.model, num_layers=2), mesh=config.Mesh(1, 2, 1, tp=2)
     )
@@ -265,7 +265,7 @@ def test_one_device_of_a_divided_rank_runs_its_tasks():
 @pytest.mark.parametrize(
     "executor", [config.Spmd(remat="layer"), config.Mpmd(remat="full")], ids=["spmd", "mpmd"]
 )
-def test_one_device_of_each_rank_stands_for_those_that_tp_and_cp_divide_it_over(executor):
+def test_one_device_of_each_rank_represents_its_devices_along_tp_and_cp(executor):
     asked = replace(DIVIDED, mesh=config.Mesh(1, 2, 1, tp=2, cp=2), executor=executor)
     found, _ = rehearse.rehearse(asked)
     assert all(each.tasks_s > 0 for each in found.ranks)
@@ -276,7 +276,7 @@ def test_one_device_of_each_rank_stands_for_those_that_tp_and_cp_divide_it_over(
 
 
 @pytest.mark.full
-def test_the_command_prints_writes_and_runs_ranks_that_are_alike_once(tmp_path, capsys):
+def test_the_command_prints_writes_and_runs_equal_ranks_once(tmp_path, capsys):
     page = tmp_path / "page.html"
     words = [
         "model=mlp",
@@ -317,9 +317,7 @@ def test_the_command_prints_writes_and_runs_ranks_that_are_alike_once(tmp_path, 
         ),
     ],
 )
-def test_what_cannot_be_rehearsed_is_refused_before_anything_is_built(
-    changes, message, monkeypatch
-):
+def test_impossible_rehearsals_are_refused_before_the_model_is_built(changes, message, monkeypatch):
     monkeypatch.setattr(rehearse, "assemble", lambda *args, **more: pytest.fail("too late"))
     with pytest.raises(ConfigError, match=message):
         rehearse.rehearse(replace(SMALL, **changes))

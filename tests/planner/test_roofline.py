@@ -38,7 +38,7 @@ SHARE_BYTES = 96.0
 
 @sizes
 @pytest.mark.parametrize("link", [Link(0.0, 10.0), Link(0.5, 10.0), Link(0.5, 1e30)])
-def test_collectives_take_what_their_messages_take_on_a_ring(link, size):
+def test_collectives_take_the_time_of_their_messages_on_a_ring(link, size):
     whole = SHARE_BYTES * size
     gathered_s, held = ring_s(link, [{d: d} for d in range(size)], is_sum=False)
     assert all(shares == {d: d for d in range(size)} for shares in held)
@@ -115,7 +115,7 @@ def test_seconds_lie_between_the_roofs():
         )
 
 
-def test_only_what_neither_computes_nor_moves_is_nothing():
+def test_an_operation_is_empty_only_without_flops_and_bytes():
     assert Op(0.0, 0.0).is_nothing
     assert not any(
         op.is_nothing for op in (Op(1.0, 0.0), Op(0.0, 1.0), Op(0.0, 0.0, fixed_bytes=1.0))
@@ -158,7 +158,7 @@ def test_a_product_takes_whole_waves_of_whole_tiles(sizes, share):
     )  # no cores given
 
 
-def test_tiles_are_those_of_the_microbatch():
+def test_tiles_are_counted_for_the_whole_microbatch():
     """Not an example's, times the number of examples."""
     shape = product(Extent(each=2048), 2048, 2048)
     for examples, tiles in ((1, 128), (2, 256), (4, 512), (33, 4224)):
@@ -182,7 +182,7 @@ def test_kernels_of_attention_have_speeds_of_their_own():
     assert Speed(100.0, 1e30, cores=132).seconds([forward, backward], 1) == 2.0  # as products
 
 
-def test_a_sum_is_a_pass_of_its_own_unless_products_add():
+def test_a_sum_is_a_separate_pass_unless_products_add_to_it():
     bound_by_arithmetic, bound_by_memory = (
         Op(flops, 10.0, fixed_bytes=20.0, sum_bytes=40.0) for flops in (1e4, 1.0)
     )

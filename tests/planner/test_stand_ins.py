@@ -50,7 +50,7 @@ def exchanges(x):
 
 
 @pytest.mark.parametrize("function", [gathers, sums, exchanges, in_bodies])
-def test_results_have_their_shapes_and_nothing_is_sent(function):
+def test_stand_ins_have_the_shapes_of_results_and_send_nothing(function):
     expected = jax.make_jaxpr(function, axis_env=list(AXES.sizes), return_shape=True)(X)[1]
     text = str(jax.make_jaxpr(function, axis_env=list(AXES.sizes))(X))
     program = jax.jit(alone(function, AXES))
@@ -63,7 +63,7 @@ def test_results_have_their_shapes_and_nothing_is_sent(function):
     assert not any(f" {name}[" in str(jax.make_jaxpr(alone(function, AXES))(X)) for name in sends)
 
 
-def test_what_arrives_is_made_of_what_is_here():
+def test_received_values_are_made_of_local_ones():
     beside, before = alone(gathers, AXES)(X)
     np.testing.assert_array_equal(np.asarray(beside)[:, :2], X)
     np.testing.assert_array_equal(np.asarray(before)[0], X)
@@ -81,7 +81,7 @@ def test_a_whole_stage_is_left_as_it_is():
     assert alone(gathers, StageAxes()) is gathers
 
 
-def test_what_has_no_stand_in_is_refused():
+def test_collectives_without_a_stand_in_are_refused():
     offsets = jnp.zeros(2, jnp.int32)
     to_all = lambda x: jax.lax.ragged_all_to_all(x, x, *[offsets] * 4, axis_name="tp")
     message = r"has no stand-in for values received by ragged_all_to_all. Use `ppctl plan`"

@@ -23,7 +23,7 @@ class Unfinished:
         return self
 
 
-def test_what_is_timed_is_finished_where_dispatch_returns_early(monkeypatch):
+def test_timed_programs_are_finished_although_dispatch_returns_early(monkeypatch):
     clock = {"s": 0.0}
     monkeypatch.setattr(time, "perf_counter", lambda: clock["s"])
     _, measured = timed_runs.timed(lambda: Unfinished(clock))

@@ -54,7 +54,7 @@ def test_by_hand():
         (1.0, H100, "1 in 0.0005 hours: 1 steps, "),
     ],
 )
-def test_energy_is_told_where_the_power_is_known(tokens, hardware, text):
+def test_energy_is_stated_if_the_power_is_known(tokens, hardware, text):
     found = budget(tokens, hardware)
     assert found.text.startswith(text)
     assert (found.energy_kwh is None) == (hardware is None or hardware.power_w is None)
@@ -65,19 +65,19 @@ def test_the_last_step_counts_whole():
 
 
 @pytest.mark.parametrize("missing", [{"tokens": None}, {"step_tokens": None}, {"step_s": None}])
-def test_where_something_is_not_known_nothing_is_told(missing):
+def test_a_budget_with_an_unknown_number_is_not_stated(missing):
     given = {"tokens": 1e9, "step_tokens": 10, "step_s": 1.0, "num_devices": 1, "hardware": None}
     assert token_budget(**(given | missing)) is None
 
 
 @pytest.mark.parametrize("tokens", [0.0, 0.5, -1e9, 1e19, math.inf, math.nan])
-def test_what_is_no_number_of_tokens_is_refused(tokens):
+def test_an_invalid_number_of_tokens_is_refused(tokens):
     request = config.Plan(tokens=tokens)
     with pytest.raises(ConfigError, match=r"^plan.tokens=.* must lie in"):
         config.check(replace(config.Config(), plan=request))
 
 
-def test_plan_tells_it_in_text_and_json(capsys):
+def test_plan_prints_the_token_budget_in_text_and_json(capsys):
     assert cli.main(["plan", *WORDS.split(), "hardware=h100", "plan.tokens=1e12", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     told = found["token_budget"]

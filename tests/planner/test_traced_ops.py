@@ -34,7 +34,7 @@ ELEMENT_WISE = {
 
 
 @pytest.mark.parametrize(("function", "found"), ELEMENT_WISE.values(), ids=ELEMENT_WISE)
-def test_only_what_is_written_counts(function, found):
+def test_only_written_results_count(function, found):
     assert traffic(function, X, W) == found
 
 
@@ -82,7 +82,7 @@ SUMS = {
 
 
 @pytest.mark.parametrize(("function", "added", "passes"), SUMS.values(), ids=SUMS)
-def test_a_product_adds_to_a_sum_what_nothing_else_reads(function, added, passes):
+def test_a_product_adds_to_a_sum_if_no_other_operation_reads_it(function, added, passes):
     ops = ops_of(function, A, X, W)
     assert [op.sum_bytes for op in ops if op.sum_bytes] == added
     assert bool([op for op in ops if op.bytes and not op.flops]) == bool(passes)
@@ -91,7 +91,7 @@ def test_a_product_adds_to_a_sum_what_nothing_else_reads(function, added, passes
 # --- memory -------------------------------------------------------------------------------------
 
 
-def test_what_has_to_stay_is_what_element_wise_results_are_made_of():
+def test_kept_values_are_the_sources_of_element_wise_results():
     wide, narrow, given = M * N * SIZE, M * K * SIZE, M * K * SIZE
     made = {
         "the given array, of which the result is made again": (lambda w, x: x * 2 + 1, given),
@@ -111,7 +111,7 @@ def test_what_has_to_stay_is_what_element_wise_results_are_made_of():
         assert bytes_to_make(function, W, X) == found, name
 
 
-def test_the_peak_is_of_what_lives_at_the_same_time():
+def test_the_peak_is_of_values_alive_at_the_same_time():
     wide, narrow = M * N * SIZE, M * K * SIZE
     assert (
         peak_bytes(lambda x, w: jnp.sin(x @ w), X, W) == 2 * wide

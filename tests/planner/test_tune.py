@@ -59,7 +59,7 @@ def test_a_table_a_line_about_pipelines_and_a_recipe(tuned):
 
 
 @pytest.mark.full
-def test_the_document_holds_what_is_needed_to_train_each_layout(tuned, tmp_path):
+def test_the_document_holds_the_settings_to_train_each_layout(tuned, tmp_path):
     code, out, _ = tuned("mesh=2x2", "--json", "tune.recipe=null", best=10)
     document = json.loads(out)
     assert (code, document["recipe"], list(tmp_path.iterdir())) == (0, None, [])
@@ -73,7 +73,7 @@ def test_the_document_holds_what_is_needed_to_train_each_layout(tuned, tmp_path)
 
 
 @pytest.mark.full
-def test_speeds_are_printed_in_tokens_for_text_alone(tuned, capsys):
+def test_speeds_are_printed_in_tokens_only_for_text(tuned, capsys):
     words = [
         "mesh=1x2",
         "hardware=h100",
@@ -146,7 +146,7 @@ def test_stages_are_divided_over_tp_and_cp_as_the_request_allows(executor, capsy
         ),
     ],
 )
-def test_what_tp_and_cp_cannot_divide_is_refused_before_the_search(words, message, capsys):
+def test_models_that_tp_and_cp_cannot_divide_are_refused_before_the_search(words, message, capsys):
     assert cli.main(["tune", *DIVIDED.replace("--json", "").split(), *words.split()]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
@@ -161,7 +161,7 @@ def test_what_tp_and_cp_cannot_divide_is_refused_before_the_search(words, messag
 
 
 @pytest.mark.full
-def test_where_none_fits_it_says_what_each_needs_at_least(tuned, tmp_path):
+def test_if_no_layout_fits_the_least_memory_of_each_is_stated(tuned, tmp_path):
     small = ("mesh=2x2", "--json", "plan.memory_gib=0.0001")
     code, out, _ = tuned(*small)
     need = json.loads(out)["smallest_bytes"]
@@ -183,7 +183,7 @@ def said(best, alone):
     )
 
 
-def test_a_line_says_whether_a_pipeline_is_faster():
+def test_a_line_states_whether_a_pipeline_is_faster():
     one, flat, slow = layout((1, 4, 1), 1.0), layout((4, 1, 1), 1.5), layout((2, 2, 1), 2.0)
     assert said([flat, slow], flat) == "no pipeline is needed: mesh=4x1 is fastest."
     assert said([one], None) == "without a pipeline (mesh.pp=1) nothing fits."
@@ -199,7 +199,7 @@ def test_a_line_says_whether_a_pipeline_is_faster():
 
 
 @pytest.mark.full
-def test_those_measured_are_ranked_by_that(tuned, monkeypatch):
+def test_measured_layouts_are_ranked_by_measurement(tuned, monkeypatch):
     _, out, _ = tuned("mesh=2x2", "--json", best=4)
     planned = [layout["overrides"] for layout in json.loads(out)["best"]]
     seconds = {1: 0.3, 2: 0.1, 3: 0.2}
@@ -254,7 +254,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_impossible_requests_of_generate_are_refused_in_one_line(words, tuned, tmp_path):
+def test_impossible_requests_of_tune_are_refused_in_one_line(words, tuned, tmp_path):
     code, out, err = tuned(*words.split())
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert re.search(REFUSED[words], err), err

@@ -33,7 +33,7 @@ def tune(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.full
-def test_each_row_is_what_tune_finds_for_that_number(tune):
+def test_each_row_equals_tunes_answer_for_its_number(tune):
     code, out, err = tune("tune.devices=[8,2,4]", "plan.tokens=1e9", "--json")
     assert code == 0, err
     found = json.loads(out)

@@ -56,7 +56,7 @@ COUNTED = {
 
 
 @pytest.mark.parametrize("name", COUNTED)
-def test_a_recipe_keeps_what_its_plan_counts_with(name, tmp_path):
+def test_a_recipe_keeps_the_settings_of_its_plan(name, tmp_path):
     (tmp_path / "hardware").mkdir()
     (tmp_path / "hardware/mine.yaml").write_text("defaults: [h100]\nname: mine\n")
     asked = composed([*WORDS.split(), *COUNTED[name].split()], str(tmp_path))
@@ -82,7 +82,7 @@ def test_a_recipe_keeps_a_setting_of_a_published_model_that_is_again_the_default
     assert asked.model.num_layers == few
 
 
-def test_plan_prints_of_the_recipe_what_tune_did(tuned, capsys):
+def test_plan_of_the_recipe_prints_tunes_numbers(tuned, capsys):
     code, out, _ = tuned(
         "mesh=1x4", "hardware=h100", "run.dtype=bfloat16", "tune.schedules=[1f1b]", "--json"
     )
@@ -145,7 +145,7 @@ def test_a_recipe_is_written_again_but_no_other_file(tuned, tmp_path):
     )
 
 
-def test_where_no_recipe_can_be_written_nothing_is_searched(tuned, tmp_path, monkeypatch):
+def test_no_layout_is_searched_if_the_recipe_cannot_be_written(tuned, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "ppctl.cli.commands.tune.tune_layouts", lambda config: pytest.fail("searched")
     )

@@ -46,7 +46,7 @@ def test_a_layout_with_a_divided_vocabulary_is_predicted_as_by_plan(capsys):
 
 
 @pytest.mark.full
-def test_a_recipe_says_where_the_vocabulary_is_divided(capsys, tmp_path):
+def test_a_recipe_states_that_the_vocabulary_is_divided(capsys, tmp_path):
     assert (
         cli.main(
             ["tune", *VOCABULARY.replace("recipe=null", "recipe=found").split(), "tune.best=2"]

@@ -23,7 +23,7 @@ def printed(capsys, *words, code=0):
     return json.loads(capsys.readouterr().out)
 
 
-def test_there_are_14_schedules_next_to_their_lower_bounds(capsys):
+def test_14_schedules_are_listed_next_to_their_lower_bounds(capsys):
     """every schedule with bubble and memory next to its lower bound"""
     rows = printed(capsys, *["schedule", "list", "mesh=1x8", "schedule.num_microbatches=32"])[
         "schedules"
@@ -51,7 +51,7 @@ def test_a_search_keeps_to_a_memory_cap(capsys):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_run_takes_what_its_plan_says(layout, tmp_path, capsys):
+def test_a_run_has_the_stages_memory_and_time_of_its_plan(layout, tmp_path, capsys):
     """stages, bubble, step time and memory, before anything runs"""
     words = [*MODEL, *layout.split()]
     planned = printed(capsys, "plan", *words)

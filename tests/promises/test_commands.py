@@ -28,7 +28,7 @@ print(codes, [name for name in ("jax", "flax") if name in sys.modules])
 """
 
 
-def test_what_cannot_work_is_refused_in_one_line_and_a_list_of_schedules_starts_no_jax():
+def test_impossible_requests_are_refused_in_one_line_and_schedules_start_no_jax():
     """An impossible request is refused in one line with the remedy, before JAX starts:"""
     lines = ["train schedule.num_microbatches=6 data.batch_size=36", "schedule list mesh=1x8"]
     command = [sys.executable, "-c", WITHOUT_JAX.format(lines=lines)]

@@ -46,7 +46,7 @@ def test_one_two_and_four_processes_train_the_same(chain, reference_losses):
     np.testing.assert_allclose(losses(run_dir), reference_losses, rtol=EXACT)
 
 
-def test_a_run_goes_on_with_another_mesh_schedule_partition_and_executor(chain):
+def test_a_run_resumes_with_another_mesh_schedule_partition_and_executor(chain):
     """the same command resumes from the last complete checkpoint, on another mesh if you like."""
     run_dir, outputs = chain
     assert [record["step"] for record in records(run_dir)] == list(range(1, EVERY * len(CHAIN) + 1))
@@ -61,7 +61,7 @@ def test_a_run_goes_on_with_another_mesh_schedule_partition_and_executor(chain):
     assert "; explicit (" in outputs[1]
 
 
-def test_a_checkpoint_of_one_executor_is_one_of_the_other(chain, reference_losses):
+def test_either_executor_resumes_a_checkpoint_of_the_other(chain, reference_losses):
     """one program for all ranks / a program each | either"""
     run_dir, outputs = chain
     executors = ["mpmd" if "executor=mpmd" in layout else "spmd" for _, layout in CHAIN]
@@ -95,7 +95,7 @@ def killed(run_dir):
     return checkpoints(run_dir)[-1]
 
 
-def test_kill_9_loses_nothing_older_than_the_last_checkpoint(tmp_path, capsys):
+def test_kill_9_loses_only_steps_since_the_last_checkpoint(tmp_path, capsys):
     """**`kill -9` at any moment**: the same command resumes from the last complete checkpoint, on
     another mesh
     """

@@ -106,7 +106,7 @@ def test_layers_by_clustering_and_another_mesh_in_the_middle():
     )
 
 
-def test_a_checkpoint_of_another_cut_is_not_taken_for_this_one():
+def test_a_checkpoint_of_another_cut_is_refused():
     cuts = [assemble(compose([*SMALL, f"model.layers={how}"])) for how in ("marks", "auto")]
     finer = assemble(compose([*SMALL, "model.layers=auto", "model.num_layers=4"]))
     marks, auto, four = (set(job.pipe.states.natural["params"]["layers"]) for job in (*cuts, finer))

@@ -64,7 +64,7 @@ def stand_in(tmp_path):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_shellcheck_finds_nothing(script):
+def test_shellcheck_finds_no_fault(script):
     checker = [Path(sys.executable).parent / "shellcheck", "-"]
     found = subprocess.run(checker, input=filled(script), capture_output=True, text=True)
     assert found.returncode == 0, found.stdout
@@ -95,7 +95,7 @@ def test_slurm_puts_a_job_back_unless_its_end_is_final(stand_in, code):
     assert ended == (code if code in FINAL else 0)
 
 
-def test_slurm_gives_up_after_so_many_restarts(stand_in):
+def test_slurm_stops_after_the_maximum_number_of_restarts(stand_in):
     counted = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", "MAX_RESTARTS": "2"}
     ended, calls = stand_in("slurm.sbatch", {"srun": [137], "scontrol": [0]}, **counted)
     assert (ended, len(calls)) == (137, 1)
@@ -133,7 +133,7 @@ def jobset():
     return yaml.safe_load(filled("jobset.yaml"))
 
 
-def test_the_jobsets_job_is_one_that_kubernetes_takes(jobset):
+def test_the_jobsets_job_is_valid_for_kubernetes(jobset):
     (replicated,) = jobset["spec"]["replicatedJobs"]
     job = {
         "apiVersion": "batch/v1",

@@ -88,7 +88,7 @@ def plain(num_microbatches):
     ],
 )
 @pytest.mark.parametrize("recipe", full_except([*NABLA], "nabla_gpipe"))
-def test_the_gradients_of_a_nabla_example_are_those_of_plain_jax(recipe, others):
+def test_the_gradients_of_a_nabla_example_equal_plain_jax(recipe, others):
     num_microbatches, _, stated, norms = NABLA[recipe]
     expected, grads = plain(num_microbatches)
     assert expected == pytest.approx(stated, abs=5e-7)

@@ -67,7 +67,7 @@ def flax_losses(width, num_layers, num_steps):
         ),
     ],
 )
-def test_layouts_of_the_tutorial_train_as_flax_on_one_device(layout):
+def test_layouts_of_the_tutorial_train_like_flax_on_one_device(layout):
     """At a small width. Of the document's own, 4 times the losses at steps 4 and 6 are 7.9571 and
     7.9224.
     """

@@ -30,7 +30,7 @@ WHOLE = "mesh=1x1 schedule=gpipe schedule.num_microbatches=1 executor=reference"
 @pytest.mark.parametrize(
     "layout", [WHOLE, pytest.param("", marks=pytest.mark.full)], ids=["whole", "as it is"]
 )
-def test_of_chats_the_answers_alone_are_learned(layout, tmp_path, monkeypatch):
+def test_only_the_answers_of_chats_are_learned(layout, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tokenize(CHATS, "--field", "messages", "--vocab-size", 320, "--out", "runs/chat_tokenizer")
     words = ["recipes=chat_answers", f"data.path={CHATS}", "data.cache_dir=cache", *TINY.split()]
@@ -84,7 +84,7 @@ def test_a_tokenizer_and_a_model_from_scratch(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("recipe", "step_s"), [("llama3_8b_h100x8", 3.365), ("qwen3_0p6b_lora", 0.214)]
 )
-def test_what_is_predicted_is_what_the_recipe_says_and_fits(recipe, step_s, capsys):
+def test_the_prediction_is_the_recipes_and_fits(recipe, step_s, capsys):
     assert cli.main(["plan", f"recipes={recipe}", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fits"]

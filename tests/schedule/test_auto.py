@@ -43,7 +43,7 @@ def test_one_chunk_a_rank_is_as_short_as_brute_force(p, m, cap, costs):
 
 
 @pytest.mark.parametrize(("p", "m", "cap", "costs"), [(*size, c) for c in COSTS for size in SIZES])
-def test_it_is_valid_within_the_cap_and_never_worse_than_a_published_schedule(p, m, cap, costs):
+def test_auto_is_valid_within_the_cap_and_never_worse_than_a_published_schedule(p, m, cap, costs):
     choice = choose(p, m, costs, cap, max_chunks=2)
     best = choice.best
     validate(best.schedule)
@@ -64,7 +64,7 @@ def test_it_is_valid_within_the_cap_and_never_worse_than_a_published_schedule(p,
     assert makespans == sorted(makespans)
 
 
-def test_it_is_the_same_every_time():
+def test_auto_finds_the_same_schedule_every_time():
     assert choose(3, 4, REAL, 2).best == choose(3, 4, REAL, 2).best
 
 
@@ -109,7 +109,7 @@ def test_costs_of_each_stage_without_a_v_leave_the_blocks_out_and_without_any_sc
         choose(4, 8, Costs(forward_s=(1.0,) * 5))
 
 
-def test_one_rank_has_nothing_to_wait_for():
+def test_auto_on_one_rank_has_no_bubble():
     choice = choose(1, 3, UNIT)
     assert (choice.best.length_s, choice.is_proven) == (9, True)
 
@@ -121,14 +121,14 @@ def test_a_cap_below_every_schedule_is_refused_with_the_least_that_helps():
         choose(4, 8, UNIT, 0.2)
 
 
-def test_what_is_too_large_to_search_is_refused():
+def test_sizes_too_large_to_search_are_refused():
     with pytest.raises(
         ScheduleError, match=r"3\*512\*512 = 786,432 tasks .* Choose one of `ppctl schedule list`"
     ):
         choose(512, 512, UNIT)
 
 
-def test_where_ranks_run_in_lockstep_the_shortest_there_is_chosen():
+def test_auto_for_lockstep_chooses_the_shortest_in_lockstep():
     in_lockstep = lambda schedule: ticks(schedule, FUSED).makespan_s(FUSED)
     choice = choose(4, 8, FUSED, 7, max_chunks=2, makespan_s=in_lockstep)
     assert choice.best.is_published

@@ -165,7 +165,7 @@ def test_under_a_limit_of_bytes_it_is_as_short_as_brute_force_and_the_bound_is_b
     assert choice.best.length_s == shortest_s
 
 
-def test_bounds_hold_for_random_orders_of_unequal_stages_under_the_memory_that_they_take():
+def test_bounds_hold_for_random_orders_of_unequal_stages_at_their_memory():
     rng = random.Random(0)
     for family, p, m in (
         ("1f1b", 3, 4),
@@ -186,14 +186,14 @@ def test_bounds_hold_for_random_orders_of_unequal_stages_under_the_memory_that_t
             assert makespan_bound_s(schedule, costs) <= bound_s <= timeline.makespan_s * (1 + 1e-12)
 
 
-def test_what_the_model_cannot_be_divided_into_is_left_out_or_refused_as_its_partition_says():
+def test_numbers_of_stages_that_the_partition_excludes_are_left_out_or_refused():
     layered = LayerCosts(None, TIMES, lambda rank_of: explicit(6, len(rank_of), [2, 1, 1, 2]))
     assert choose(4, 4, layered.on, 3).best.schedule.num_stages == 4
     with pytest.raises(ConfigError, match="num_layers=3 is less than the number of stages"):
         choose(4, 4, LayerCosts(None, TIMES, lambda rank_of: uniform(3, len(rank_of))).on, 3)
 
 
-def test_too_little_memory_is_refused_with_what_holds_least_and_how_much_helps():
+def test_too_little_memory_is_refused_with_the_least_need():
     gib = 2**30
     costs_of = model(
         8, LayerBytes(gib, stash=gib / 4, head=gib), OpTimes(FREE, PieceTimes(1.0, 1.0, 1.0), FREE)
@@ -206,7 +206,7 @@ def test_too_little_memory_is_refused_with_what_holds_least_and_how_much_helps()
     assert choose(4, 4, costs_of, limit_bytes=enough * gib, max_chunks=2).held_bytes <= enough * gib
 
 
-def test_half_of_the_pieces_stand_where_the_executors_run_them():
+def test_pieces_of_embedding_and_head_are_on_the_stages_that_run_them():
     layered = LayerCosts(
         (1.0, 2.0, 1.0),
         OpTimes(PieceTimes(0.5, 0.0, 0.0), PieceTimes(1.0, 2.0, 3.0), PieceTimes(9.0, 1.0, 0.0)),

@@ -47,7 +47,7 @@ PLACEMENTS = [
 
 
 @pytest.mark.parametrize("rank_of", PLACEMENTS, ids=str)
-def test_it_is_the_best_of_all_and_stages_of_ranks_their_own_are_as_equal_as_possible(rank_of):
+def test_the_cut_is_the_best_of_all_and_stages_of_separate_ranks_are_most_equal(rank_of):
     choose = random.Random(1)
     for _ in range(40):
         layers, ends = some_layers(choose, choose.randint(max(1, len(rank_of) - 2), 8))
@@ -157,7 +157,7 @@ def test_improved_is_a_partition_that_no_move_of_one_layer_makes_faster():
 
 
 @pytest.mark.parametrize("max_tried", [1, 2, 5, 13])
-def test_improved_tries_no_more_than_it_may_and_returns_the_best_of_them(max_tried):
+def test_improved_tries_at_most_max_tried_and_returns_the_best(max_tried):
     layers = [1.0, 3.0, 2.0, 1.0, 1.0, 2.0, 1.5, 1.0]
     step_s, tried = steps_of(build("interleaved", 3, 6), layers, head=2.0)
     found = improved(uniform(8, 6), step_s, max_tried=max_tried)

@@ -41,7 +41,7 @@ def kinds_of(schedule):
 
 
 @families
-def test_every_size_is_valid_and_every_task_there_once(family):
+def test_every_size_is_valid_and_has_every_task_once(family):
     for case in of(family):
         _, p, m, knobs = case
         schedule, V = make(case), num_chunks(family, knobs)
@@ -176,7 +176,7 @@ def test_gis_holds_three_quarters_of_p(p):
         assert timeline.makespan_s == 12 * p + 1.25 * p - 1
 
 
-def test_whole_backwards_cost_what_fused_costs_say():
+def test_whole_backwards_take_the_time_of_fused_costs():
     for family in (name for name, record in FAMILIES.items() if record.is_split):
         schedule = build(family, 4, 8)
         halves = {"I": "B"}
@@ -194,7 +194,7 @@ def test_whole_backwards_cost_what_fused_costs_say():
 # --- what runs where ----------------------------------------------------------------------------
 
 
-def test_executor_spmd_runs_every_family_and_pairs_those_with_looped_placement_and_whole_backwards():
+def test_spmd_runs_every_family_and_pairs_looped_whole_backwards():
     assert tuple(FAMILIES) == ON_RING
     for name, record in FAMILIES.items():
         is_looped = record.sample.rank_of == loop(record.sample.num_ranks, record.num_chunks)
@@ -241,7 +241,7 @@ def test_every_knob_has_values(family):
         ),
     ],
 )  # fmt: skip
-def test_a_size_that_cannot_be_served_is_refused_in_one_line(family, m, knobs, message):
+def test_an_unsupported_size_is_refused_in_one_line(family, m, knobs, message):
     with pytest.raises(ScheduleError) as error:
         build(family, 4, m, **knobs)
     assert str(error.value) == message

@@ -95,12 +95,12 @@ def test_a_file_in_families_is_all_that_a_new_family_needs(toy):
     assert toy["auto"] == ["toy (num_chunks=2)", "toy (num_chunks=3)"]
 
 
-def test_what_a_schedule_shows_is_derived_from_it(toy):
+def test_facts_of_a_family_are_derived_from_its_sample(toy):
     assert (toy["is_split"], toy["on_ring"], toy["forward_backward"]) == (True, True, False)
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-def test_a_record_says_what_its_schedules_show(family):
+def test_a_record_agrees_with_its_schedules(family):
     for size in ((2, 4), (3, 6), (4, 4), (8, 16)):
         schedule = build(family.name, *size)
         assert schedule.is_split == family.is_split
@@ -111,7 +111,7 @@ def test_a_record_says_what_its_schedules_show(family):
         assert knobs.keys() <= family.knobs.keys()
 
 
-def test_searches_try_no_more_chunks_than_they_may():
+def test_searches_try_at_most_max_chunks():
     for max_chunks in (1, 2, 3):
         assert max(schedule.num_chunks for _, schedule in published(4, 8, max_chunks)) == max_chunks
 

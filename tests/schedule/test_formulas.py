@@ -17,7 +17,7 @@ HOPS = [
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_formula_is_the_makespan_or_none(family):
+def test_a_formula_equals_the_makespan_within_its_domain(family):
     told = 0
     for case in cases():
         name, p, m, knobs = case
@@ -35,7 +35,7 @@ def test_a_formula_is_the_makespan_or_none(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_formula_is_the_peak_or_none(family):
+def test_a_formula_equals_the_peak_within_its_domain(family):
     told = 0
     for case in cases():
         name, p, m, knobs = case

@@ -201,7 +201,7 @@ def test_balanced_shortens_the_step_of_every_kind_of_schedule(schedule):
     ],
     ids=str,
 )
-def test_explicit_stages_hold_what_is_said(text, expected):
+def test_explicit_stages_hold_the_stated_layers(text, expected):
     assert sizes(explicit(sum(expected), len(expected), text)) == expected
 
 
@@ -217,7 +217,7 @@ def test_the_layout_text_of_any_stages_is_read_as_these_stages():
     )
 
 
-def test_stages_in_a_line_are_short_however_many_there_are():
+def test_the_text_of_stages_is_short_for_any_number():
     assert stages_text([1] * 128) == "128 of 1 layer each"
     assert ranks_text([*range(64), *range(64)]) == "0-63 0-63"
     assert ranks_text([0, 1, 0, 1]) == "0-1 0-1"
@@ -275,7 +275,7 @@ WRONG = [  # for 8 layers on 4 stages
 
 
 @pytest.mark.parametrize(("layers", "message"), WRONG, ids=lambda value: str(value)[:30])
-def test_what_covers_no_model_is_refused_with_its_stage(layers, message):
+def test_partitions_that_do_not_cover_the_model_are_refused_with_the_stage(layers, message):
     with pytest.raises(ConfigError, match=message) as error:
         explicit(8, 4, layers)
     assert str(error.value).startswith(f"partition={layers}")

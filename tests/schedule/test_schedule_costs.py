@@ -73,7 +73,7 @@ def test_peak_activations_are_the_closed_form(sizes):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_most_any_rank_holds_is_what_the_docstring_promises(family):
+def test_the_peak_of_any_rank_is_the_docstrings(family):
     p, m, V = 8, 64, 4
     promised = {"gpipe": m, "1f1b": p, "eager_1f1b": 2 * p - 1, "interleaved": p + (p - 1) / V}
     assert max(peak_activations(make(family, p, m, V))) == promised[family]
@@ -81,7 +81,7 @@ def test_the_most_any_rank_holds_is_what_the_docstring_promises(family):
 
 @pytest.mark.parametrize("c", TRANSFERS)
 @pytest.mark.parametrize("costs", COSTS[:3], ids=str)
-def test_transfers_lengthen_gpipe_and_eager_1f1b_by_one_trip_there_and_back(costs, c):
+def test_transfers_lengthen_gpipe_and_eager_1f1b_by_one_round_trip(costs, c):
     costs = Costs(costs.forward_s, costs.input_grad_s, costs.weight_grad_s, c)
     task_s = costs.forward_s + costs.backward_s
     for p in range(1, 9):

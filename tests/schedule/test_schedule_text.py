@@ -108,7 +108,7 @@ def test_the_lists_of_jaxpps_tutorial(name, knobs, printed):
 @pytest.mark.parametrize(
     ("name", "printed"), [("1f1b", OF_FOUR), ("gpipe", OF_FOUR), ("looped_bfs", OF_EIGHT)]
 )
-def test_those_are_the_lists_of_no_other_family(name, printed):
+def test_printed_lists_differ_from_other_families(name, printed):
     schedule = build(name, 4, 4)
     assert any(list(map(task_name, schedule.ranks[rank])) != each for rank, each in printed.items())
 

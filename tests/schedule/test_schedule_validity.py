@@ -92,7 +92,7 @@ def fault_of(schedule):
 
 
 @pytest.mark.parametrize("sizes", by_ranks(TINY))
-def test_a_dropped_task_is_refused_with_the_value_that_nothing_writes(sizes):
+def test_a_dropped_task_is_refused_with_its_missing_value(sizes):
     for size in sizes:
         schedule = make(*size)
         for rank, step, task in places(schedule):
@@ -205,7 +205,7 @@ def test_a_stage_on_no_rank_is_refused():
 
 
 @pytest.mark.parametrize(("p", "m"), [(4, 6), (2, 1), (8, 12), (3, 10)])
-def test_interleaved_refuses_microbatches_that_are_no_multiple_of_the_ranks_in_one_line(p, m):
+def test_interleaved_refuses_microbatches_that_the_ranks_do_not_divide(p, m):
     with pytest.raises(ScheduleError) as error:
         build("interleaved", p, m)
     assert str(error.value) == (
@@ -214,7 +214,7 @@ def test_interleaved_refuses_microbatches_that_are_no_multiple_of_the_ranks_in_o
     )
 
 
-def test_an_unknown_family_is_refused_with_the_names_there_are():
+def test_an_unknown_family_is_refused_with_the_known_names():
     with pytest.raises(ScheduleError) as error:
         build("gpip", 2, 2)
     assert str(error.value) == f"schedule=gpip is not one of {', '.join(FAMILIES)}."

@@ -39,7 +39,7 @@ def chunks(cap, schedule):
 
 
 @pytest.mark.parametrize("costs", [UNIT, REAL])
-def test_a_run_costs_what_the_simulator_says(costs):
+def test_costs_of_a_search_equal_the_simulators(costs):
     for schedule in SCHEDULES:
         jobs, timeline = Jobs(schedule, costs), simulate(schedule, costs)
         run = jobs.run(jobs.first)
@@ -68,7 +68,7 @@ def test_the_critical_path_of_a_run_goes_from_start_to_end_without_a_gap(costs):
             )
 
 
-def test_orders_in_which_ranks_wait_for_each_other_cannot_run():
+def test_orders_with_a_cycle_of_waiting_ranks_cannot_run():
     jobs = Jobs(build("1f1b", 2, 2), UNIT)
     assert jobs.run([jobs.first[0], jobs.first[1][::-1]]) is None
 
@@ -102,7 +102,7 @@ def test_no_rank_of_a_greedy_run_starts_a_task_later_than_it_could(patience, las
             assert {greedy.ranks.written_s[base + m] for base in makes} == {end_s}
 
 
-def test_a_greedy_run_brings_orders_under_a_smaller_cap_or_says_that_it_cannot():
+def test_a_greedy_run_brings_orders_under_a_smaller_cap_or_fails():
     for family, cap, can in (
         ("zb_h2", 4, True),
         ("zb_h1", 2, True),
@@ -159,7 +159,7 @@ def test_a_building_block_can_repeat_every_six_ticks(p):
             assert above[I_DOWN] == below[I_DOWN] + 1
 
 
-def test_the_blocks_of_the_paper_are_among_them():
+def test_the_searched_blocks_include_the_papers():
     p = 8
     half = tuple((2 * r, 3 * p - 2 - r, 3 * p + 2 + 2 * r, 6 * p + 1 - r) for r in range(p))
     least = tuple((r, 2 * p - 1 - r, 2 * p + r, 4 * p - 1 - r) for r in range(p))

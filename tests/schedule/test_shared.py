@@ -72,7 +72,7 @@ def stepped_s(schedule, costs, capacity, step_s):
 
 @pytest.mark.parametrize("capacity", [0.7, 1.5, 2.5])
 @pytest.mark.parametrize("family", ["1f1b", "interleaved", "zb_h1", "zb_v"])
-def test_sharing_is_what_stepping_through_time_finds(family, capacity):
+def test_sharing_equals_stepping_through_time(family, capacity):
     choose = random.Random(f"{family} {capacity}")
     for hop_s in (0.0, 0.3):
         schedule = build(family, 3, 3)
@@ -151,7 +151,7 @@ def test_costs_of_another_number_of_stages_are_refused(capacity):
 # --- works that start together ------------------------------------------------------------------
 
 
-def test_works_together_are_what_stepping_through_time_finds():
+def test_shared_works_equal_stepping_through_time():
     choose = random.Random(0)
     for _ in range(30):
         works = [choose.choice((0.0, choose.uniform(0, 3))) for _ in range(choose.randint(1, 6))]
@@ -163,7 +163,7 @@ def test_works_together_are_what_stepping_through_time_finds():
         assert together_s(works, capacity) == pytest.approx(now, abs=step_s * 8)
 
 
-def test_works_together_take_the_longest_one_or_the_sum_of_all():
+def test_shared_works_take_the_longest_or_the_sum():
     assert together_s([1.0, 5.0, 2.0], capacity=3.0) == 5.0
     assert together_s([1.0, 5.0, 2.0], capacity=1.0) == 8.0
     assert together_s([1.0, 5.0, 2.0], 0.5) == 16.0

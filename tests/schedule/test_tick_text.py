@@ -29,7 +29,7 @@ def goes_to(schedule, task):
 @cases
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("name", ON_RING)
-def test_every_task_is_there_in_order_and_sends_to_the_rank_that_reads_it(name, sizes, remat):
+def test_every_task_is_in_order_and_sends_to_its_reader(name, sizes, remat):
     table = lowered(name, sizes, remat)
     schedule, rows = table.schedule, tick_tasks(table)
     last = schedule.num_stages - 1
@@ -61,7 +61,7 @@ def test_the_text_can_be_read_back(name):
             ]
 
 
-def test_forwards_alone_have_a_table_too():
+def test_schedules_of_only_forwards_have_a_table():
     table = ticks(forward_only(build("1f1b", 2, 2)), task_costs("none"), "none")
     assert tick_text(table).splitlines()[:4] == [
         "tick  rank 0  rank 1",
@@ -71,7 +71,7 @@ def test_forwards_alone_have_a_table_too():
     ]
 
 
-def test_parts_of_the_vocabulary_stand_behind_the_ranks():
+def test_parts_of_the_vocabulary_follow_the_ranks():
     schedule = with_vocabulary(build("eager_1f1b", 2, 2), 0)
     lines = tick_text(ticks(schedule, task_costs("none"))).splitlines()
     assert lines[0].endswith("each rank's part of the vocabulary")

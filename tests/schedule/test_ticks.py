@@ -51,7 +51,7 @@ def check_cells(schedule, cells):
 
 @pytest.mark.parametrize("shape", ["op", "fb"])
 @pytest.mark.parametrize("sizes", by_ranks(SIZES))
-def test_ticks_run_every_task_once_in_program_order_after_what_it_reads(sizes, shape):
+def test_ticks_run_every_task_once_in_program_order_after_its_inputs(sizes, shape):
     for size in sizes:
         schedule = make(*size)
         for program in (schedule, forward_only(schedule)):
@@ -191,7 +191,7 @@ def test_the_table_brings_every_value_where_it_is_read_and_no_slot_holds_two(siz
 
 @remats
 @pytest.mark.parametrize("sizes", by_ranks(SIZES))
-def test_forwards_alone_keep_nothing(sizes, remat):
+def test_schedules_of_only_forwards_keep_no_residuals(sizes, remat):
     for size in sizes:
         schedule = make(*size)
         lowered = ticks(forward_only(schedule), COSTS, remat)
@@ -211,7 +211,7 @@ def test_forwards_alone_keep_nothing(sizes, remat):
         check_table(lowered, remat.keeps_input_only)
 
 
-def test_forwards_alone_keep_their_order():
+def test_schedules_of_only_forwards_keep_their_order():
     schedule = build("interleaved", 2, 4)
     program = forward_only(schedule)
     assert program.name == "interleaved (forward only)"
@@ -251,7 +251,7 @@ def test_slots_of_gpipe_grow_with_the_number_of_microbatches(remat):
         ("1f1b", 1, 1.24, 1.28),
     ],
 )
-def test_lockstep_stretches_1f1b_alone(family, V, low, high, p):
+def test_lockstep_stretches_only_1f1b(family, V, low, high, p):
     schedule = make(family, p, 4 * p, V)
     lowered, free_s = ticks(schedule, COSTS), simulate(schedule, COSTS).makespan_s
     assert low - 1e-12 <= lowered.makespan_s(COSTS) / free_s <= high + 1e-12

@@ -45,7 +45,7 @@ def test_the_critical_path_has_no_gap_from_0_to_the_makespan(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_memory_curves_peak_at_the_peaks_and_end_at_nothing(family):
+def test_memory_curves_peak_at_the_peaks_and_end_at_zero(family):
     for case in SMALL:
         if case[0] != family:
             continue

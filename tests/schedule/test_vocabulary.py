@@ -26,7 +26,7 @@ def of_stages(schedule):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 2), (4, 8), (4, 12)])
-def test_every_family_has_every_part_once_and_holds_what_was_promised(
+def test_every_family_has_every_part_once_within_the_stated_memory(
     family, num_ranks, num_microbatches
 ):
     whole = build(family, num_ranks, num_microbatches)
@@ -129,12 +129,12 @@ def test_costs_of_parts_are_of_all_or_of_each():
     simulate(build("1f1b", 2, 4), Costs(logits_s=(1.0, 2.0, 3.0)))  # which has no parts
 
 
-def test_it_is_a_file():
+def test_a_schedule_with_a_divided_vocabulary_is_written_and_read():
     divided = with_vocabulary(build("1f1b", 2, 3))
     assert from_csv(to_csv(divided.ranks), "1f1b") == divided
 
 
-def test_what_waits_for_ever_is_named():
+def test_a_deadlock_of_vocabulary_parts_is_named():
     divided = with_vocabulary(build("1f1b", 2, 2))
     tasks = list(divided.ranks[1])
     tasks.insert(tasks.index(Task(1, "S", 0)), tasks.pop(tasks.index(Task(1, "T", 0))))
@@ -157,7 +157,7 @@ def test_what_waits_for_ever_is_named():
         )
 
 
-def test_what_cannot_be_divided_is_refused(tmp_path):
+def test_vocabularies_that_cannot_be_divided_are_refused(tmp_path):
     with pytest.raises(
         ScheduleError, match=r"^1f1b: vocab=parallel divides .* but num_ranks=1. Use vocab"
     ):
@@ -172,7 +172,7 @@ def test_what_cannot_be_divided_is_refused(tmp_path):
         Schedule(vocab="some").check()
 
 
-def test_a_request_says_so_in_its_label():
+def test_a_request_with_a_divided_vocabulary_has_it_in_its_label():
     found = schedule_of(Schedule("zb_h1", 8, vocab="parallel"), 4, Costs())
     assert (found.label, found.schedule.vocab_parts > 0) == ("zb_h1, vocab=parallel", True)
 
@@ -183,7 +183,7 @@ RUNS = json.loads((Path(__file__).parents[1] / "golden" / "vocabulary_runs.json"
 
 
 @pytest.mark.parametrize("run", RUNS, ids=[run["id"] for run in RUNS])
-def test_published_runs_take_as_long_as_is_simulated_from_their_own_times(run):
+def test_published_runs_take_the_time_simulated_from_their_task_times(run):
     """The step of 1F1B, whole within 2 % and divided within 5 %, from each rank's measured F, B,
     S+T, E and G.
     """
@@ -207,7 +207,7 @@ def test_published_runs_take_as_long_as_is_simulated_from_their_own_times(run):
     )
 
 
-def test_by_their_start_tasks_come_after_those_that_they_read_also_where_these_take_no_time():
+def test_tasks_sorted_by_start_follow_their_inputs_even_at_zero_cost():
     schedule, written = with_vocabulary(build("1f1b", 4, 8)), set()
     start_s = simulate(schedule, replace(Costs(), embedding_s=0.0, embedding_grad_s=0.0)).start_s
     for task in sorted(start_s, key=start_s.__getitem__):

@@ -49,7 +49,7 @@ def test_interleaved_zb_divides_the_bubble_by_its_chunks(costs):
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
-def test_every_rank_of_zb_h1_holds_p_activations_and_of_zb_h2_twice_as_many_less_one(p):
+def test_ranks_of_zb_h1_hold_p_activations_and_of_zb_h2_2p_less_1(p):
     for m in range(1, 4 * p):
         assert set(simulate(build("zb_h1", p, m), UNIT).peak_activations) == {min(m, p)}
         assert set(simulate(build("zb_h2", p, m), UNIT).peak_activations) == {min(m, 2 * p - 1)}
