@@ -42,7 +42,7 @@ MPMD = [("1f1b", "none"), ("zb_v", "none"), ("zb_v", "layer"), ("1f1b", "full"),
     ("family", "remat"),
     [MPMD[1], *(pytest.param(*each, marks=pytest.mark.full) for each in (MPMD[0], *MPMD[2:]))],
 )
-def test_bytes_of_ranks_are_those_that_the_engine_counts_along_its_walk(family, remat):
+def test_bytes_of_ranks_equal_the_engines_count(family, remat):
     job = planned(request(c.Schedule(family, 8), c.Mpmd(remat=remat), partition=c.Balanced()))
     assert not job.pipe.layout.is_even
     schedule, x = job.pipe.schedule, job.pipe.model.x
@@ -57,14 +57,14 @@ def test_bytes_of_ranks_are_those_that_the_engine_counts_along_its_walk(family, 
         )
 
 
-def test_in_lockstep_bytes_are_exactly_those_of_the_program():
+def test_in_lockstep_bytes_equal_the_programs():
     job = planned(request(c.Interleaved(num_microbatches=8), c.Spmd()))
     assert costs_of(job).in_ticks_bytes(job.pipe.ticks) == sum(job.pipe.memory()[0].values())
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("executor", [c.Mpmd(), c.Spmd()])
-def test_a_cap_on_bytes_is_kept_by_what_is_planned_and_the_head_counts(executor):
+def test_the_plan_keeps_a_cap_on_bytes_with_the_head_counted(executor):
     auto = c.Auto(num_microbatches=8, max_chunks=2)
     free = planned(request(auto, executor))
     most = max(sum(held.values()) for held in free.pipe.memory())
@@ -85,7 +85,7 @@ def test_a_cap_on_bytes_is_kept_by_what_is_planned_and_the_head_counts(executor)
             planned(request(replace(auto, max_memory_gib=1e-5), executor))
 
 
-def test_a_partition_of_so_many_stages_decides_how_many_are_searched():
+def test_an_explicit_partition_fixes_the_searched_number_of_stages():
     layers = [2, 2, 1, 1, 1, 1, 1, 1]
     auto = c.Auto(num_microbatches=4, max_chunks=2)
     job = planned(request(auto, c.Mpmd(), partition=c.Explicit(layers=layers)))

@@ -37,7 +37,7 @@ def steps(run_dir):
 
 
 @pytest.mark.full
-def test_without_checkpoints_nothing_is_saved_and_a_run_begins_again(train, tmp_path):
+def test_without_checkpoints_a_run_saves_no_state_and_begins_again(train, tmp_path):
     for _ in range(2):
         code, out, _ = train("run.checkpoint.enabled=false")
         assert code == 0
@@ -84,7 +84,7 @@ def test_options_of_the_compiler_are_printed_and_recorded(train, tmp_path, monke
         ("mesh.order=pp-dp", "mesh.order=pp-dp is not one of auto, dp-pp-fsdp"),
     ],
 )
-def test_what_does_not_apply_is_one_line(train, tmp_path, word, message):
+def test_settings_without_effect_are_refused_in_one_line(train, tmp_path, word, message):
     code, out, err = train(word)
     assert (code, out) == (2, [])
     assert err.startswith(f"ppctl: {message}")

@@ -22,7 +22,7 @@ from ppctl.errors import CheckpointError
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 
 
-def test_state_and_meta_come_back_as_they_were_saved(tmp_path):
+def test_state_and_meta_are_restored_as_saved(tmp_path):
     checkpoints = saved(tmp_path, steps=(1, 2))
     assert checkpoints.steps() == (1, 2)
     assert checkpoints.latest() == 2
@@ -90,7 +90,7 @@ def test_buffers_donated_right_after_save_leave_the_checkpoint_intact(tmp_path):
         np.testing.assert_array_equal(got[f"w{i}"], i + 1)
 
 
-def test_meta_is_what_it_was_when_save_was_called(tmp_path):
+def test_meta_is_saved_as_of_the_call(tmp_path):
     meta = {"losses": [1.5, None], "nested": {"a": {}}}
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(1, state(), meta)
@@ -114,7 +114,7 @@ def test_numpy_scalars_and_random_keys_come_back(tmp_path):
     assert got["key"] == tree["key"]
 
 
-def test_saving_the_current_step_again_writes_nothing(tmp_path):
+def test_saving_the_current_step_again_writes_no_file(tmp_path):
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         checkpoints.save(1, state(), {"first": True})
         checkpoints.save(1, state(), {"first": False})
@@ -126,7 +126,7 @@ def test_saving_the_current_step_again_writes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("step", [1, 2])
-def test_a_step_that_is_not_newer_than_what_is_there_is_refused(tmp_path, step):
+def test_a_step_not_newer_than_the_saved_ones_is_refused(tmp_path, step):
     saved(tmp_path, steps=(1, 2))
     with Checkpoints(tmp_path, keep=3) as checkpoints:
         with pytest.raises(CheckpointError) as error:

@@ -18,7 +18,7 @@ from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.checkpoint.manifest import digest
 
 
-def test_a_missing_checkpoint_is_named_with_those_there(tmp_path):
+def test_a_missing_checkpoint_is_named_with_the_existing_ones(tmp_path):
     with pytest.raises(CheckpointError) as error:
         Checkpoints(tmp_path, keep=None).restore(5, abstract(state()))
     assert message(error) == (
@@ -86,7 +86,7 @@ def test_truncated_arrays_are_an_error(tmp_path, pattern, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_truncated_array_among_many_is_an_error_and_nothing_else_is_printed(tmp_path, capfd):
+def test_a_truncated_array_among_many_is_one_error_without_other_output(tmp_path, capfd):
     noise = {
         f"w{i}": jax.random.normal(jax.random.key(i), (512, 512), jnp.float32) for i in range(16)
     }

@@ -58,7 +58,7 @@ def values(dtype, shape=(8, 16)):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_checksums_are_those_of_the_definition_on_every_layout(layout):
+def test_checksums_follow_the_definition_on_every_layout(layout):
     sizes, spec = LAYOUTS[layout]
     mesh = Mesh(np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes), ("a", "b")[: len(sizes)])
     arrays = {dtype: values(dtype) for dtype in (DTYPES if layout == "one device" else DTYPES[:4])}
@@ -74,7 +74,7 @@ def test_every_shape_has_a_checksum(shape):
     assert digest({}) == (True, {})
 
 
-def test_a_random_key_has_that_of_the_integers_behind_it():
+def test_a_random_key_has_the_checksum_of_its_integers():
     key = jax.random.key(3)
     assert checksum(key) == by_definition(np.asarray(jax.random.key_data(key)))
 

@@ -83,7 +83,7 @@ def kept(where="auto"):
     return keep_compiled(where)
 
 
-def test_the_directory_is_the_one_named_or_that_of_the_environment_or_in_the_users_cache(
+def test_the_directory_is_named_or_of_the_environment_or_in_the_users_cache(
     settings, tmp_path, monkeypatch
 ):
     enabled, where, _ = settings
@@ -101,7 +101,7 @@ def test_the_directory_is_the_one_named_or_that_of_the_environment_or_in_the_use
     assert not getattr(jax.config, enabled)
 
 
-def test_a_directory_that_cannot_be_written_is_refused_if_named_and_else_said(
+def test_an_unwritable_directory_is_refused_if_named_and_noted_otherwise(
     settings, tmp_path, capsys
 ):
     (tmp_path / "ppctl").write_text("a file")
@@ -120,7 +120,7 @@ def test_a_directory_that_cannot_be_written_is_refused_if_named_and_else_said(
     assert not (tmp_path / "run").exists()
 
 
-def test_the_oldest_entries_go_where_there_are_too_many(settings, tmp_path, monkeypatch):
+def test_the_oldest_entries_are_removed_above_the_limit(settings, tmp_path, monkeypatch):
     assert kept() is None
     (made,) = (tmp_path / "ppctl" / "compiled").iterdir()
     now_s = 1e9
@@ -133,7 +133,7 @@ def test_the_oldest_entries_go_where_there_are_too_many(settings, tmp_path, monk
     assert sorted(path.name for path in made.iterdir()) == ["0-cache", "1-cache"]
 
 
-def test_the_cache_is_where_the_user_keeps_such_things(tmp_path, monkeypatch):
+def test_the_cache_is_in_the_users_cache_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert user_cache_dir() == tmp_path / "ppctl"
     monkeypatch.delenv("XDG_CACHE_HOME")

@@ -70,7 +70,7 @@ def damages(content, chance):
 
 
 @pytest.mark.slow
-def test_damage_anywhere_is_refused_or_changes_nothing(tmp_path, capfd):
+def test_damage_anywhere_is_refused_or_has_no_effect(tmp_path, capfd):
     want = state()
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(1, want, META)
@@ -149,7 +149,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path):
         Checkpoints(tmp_path, keep=None).meta(7)
 
 
-def test_what_is_set_aside_is_kept_and_no_checkpoint_any_more(tmp_path):
+def test_a_checkpoint_set_aside_is_kept_but_no_longer_listed(tmp_path):
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         for step in (1, 2, 3):
             checkpoints.save(step, state(), META | {"step": step})
@@ -231,7 +231,7 @@ def numbers(run_dir):
 
 
 @pytest.mark.parametrize("resume", ["auto", full("must")])
-def test_a_run_goes_on_from_the_newest_good_checkpoint_bit_for_bit(train, run_dir, trained, resume):
+def test_a_run_resumes_from_the_newest_good_checkpoint_bit_for_bit(train, run_dir, trained, resume):
     flip_arrays(run_dir / "checkpoints" / "6")
     flip(run_dir / "checkpoints" / "4" / "meta" / "data.json")
     code, out, err = train(f"run.resume={resume}")
@@ -253,7 +253,7 @@ def test_a_run_goes_on_from_the_newest_good_checkpoint_bit_for_bit(train, run_di
     assert "has finished all" in train()[1]
 
 
-def test_a_run_without_a_good_checkpoint_is_refused_until_it_is_told_to_start_anew(train, run_dir):
+def test_a_run_without_a_good_checkpoint_is_refused_except_with_resume_never(train, run_dir):
     for step in (2, 4, 6):
         flip(run_dir / "checkpoints" / str(step) / "meta" / "data.json")
     for again in (False, True):  # the second time, nothing but the damaged ones is there

@@ -20,7 +20,7 @@ def rows(**changes):
     return open_data(Config(data=replace(ROWS, **changes)))
 
 
-def test_an_evaluation_takes_what_is_held_out_and_tells_so():
+def test_an_evaluation_uses_the_held_out_batches_with_a_note():
     assert num_eval_batches(Run(), rows(num_rows=1000)) == 4
     assert check_evaluations(Run(), rows(num_rows=1000)) is None
     assert num_eval_batches(Run(), rows()) == 3

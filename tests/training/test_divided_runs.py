@@ -49,9 +49,7 @@ def train(run_dir, model, num_steps, layout):
 
 
 @pytest.mark.parametrize(("model", "starts"), [full((model, 3)) for model in CHAINS])
-def test_a_divided_run_goes_on_over_other_axes_as_the_reference_would(
-    tmp_path, model, starts, capsys
-):
+def test_a_divided_run_resumes_over_other_axes_like_the_reference(tmp_path, model, starts, capsys):
     chain = CHAINS[model][:starts]
     for number, layout in enumerate(chain):
         losses = train(tmp_path / "divided", model, STEPS * (number + 1), layout)

@@ -106,7 +106,7 @@ def test_a_network_has_its_parameters_predictions_and_metrics_by_example():
     np.testing.assert_allclose(found["loss"], ((y - batch["targets"]) ** 2).sum() / 5, rtol=1e-12)
 
 
-def test_parameters_of_a_stack_are_those_that_its_author_initialized():
+def test_parameters_of_a_stack_are_as_its_author_initialized_them():
     pipe = make(executor="mpmd", partition=[3, 1])
     first, second = jax.random.split(jax.random.key(3))
     expected = {

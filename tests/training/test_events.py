@@ -19,7 +19,7 @@ from ppctl.training.run.events import Events
 FAILS = "sys.exit('no route to the pager')"
 
 
-def test_a_run_tells_its_start_its_saves_its_evaluations_and_its_end(train, tmp_path, tells):
+def test_events_are_the_start_saves_evaluations_and_end_of_a_run(train, tmp_path, tells):
     words = f"run.on_event={tells}", "run.eval_every=3", "run.checkpoint.every=3"
     assert train(*words)[0] == 0
     found = records(tmp_path, "events.jsonl")
@@ -32,7 +32,7 @@ def test_a_run_tells_its_start_its_saves_its_evaluations_and_its_end(train, tmp_
     assert of_step_3["eval_loss"] == records(tmp_path / "run", "eval.jsonl")[0]["eval_loss"]
 
 
-def test_a_failure_is_told_with_its_reason(train, tmp_path, tells):
+def test_a_failure_is_an_event_with_its_reason(train, tmp_path, tells):
     code, _, err = train(f"run.on_event={tells}", "run.resume=must")
     assert code == 2
     (found,) = records(tmp_path, "events.jsonl")
@@ -61,7 +61,7 @@ def test_a_signal_is_an_event_with_its_name(train, tmp_path, command):
         ("/no/such/program", "No such file or directory: /no/such/program"),
     ],
 )
-def test_a_command_that_fails_is_named_once_and_changes_nothing(
+def test_a_failing_command_is_named_once_and_the_run_is_unchanged(
     train, tmp_path, command, given, message
 ):
     line = command(FAILS) if given == FAILS else given
@@ -94,7 +94,7 @@ def stop(capsys, *words):
     return code, *capsys.readouterr()
 
 
-def test_stop_saves_and_ends_and_the_run_goes_on_later(train, tmp_path, capsys, tells):
+def test_stop_saves_and_ends_a_run_that_can_resume(train, tmp_path, capsys, tells):
     run_dir = tmp_path / "run"
     words = *ROWS.split(), f"run.dir={run_dir}", "run.num_steps=100000", "--json"
     words += (f"run.on_event={tells}",)

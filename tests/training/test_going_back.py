@@ -22,7 +22,7 @@ def test_multiples_of_keep_every_stay(train, tmp_path):
     assert checkpoints(tmp_path / "run") == [2, 4, 6]
 
 
-def test_a_run_goes_back_once_and_keeps_what_was_later(train, copy, six_steps):
+def test_a_run_goes_back_once_and_keeps_later_records(train, copy, six_steps):
     # 1. back to step 2, with another rate
     run_dir = copy(6)
     again = "run.resume=2", "run.checkpoint.every=2", "optim.lr=1e-4"
@@ -69,7 +69,7 @@ def test_a_repeated_command_does_not_go_back_again(train, copy):
     assert "4.after-2" in aside(run_dir)
 
 
-def test_one_that_was_killed_while_it_went_back_goes_back_whole(copy):
+def test_going_back_is_completed_after_a_kill(copy):
     run_dir = copy(6)
     folder = run_dir / "checkpoints"
     (folder / ".going-back-to-2").touch()
@@ -90,7 +90,7 @@ def test_one_that_was_killed_while_it_went_back_goes_back_whole(copy):
         ("run.checkpoint.keep_every=5", "run.checkpoint.keep_every=5 is not a multiple of"),
     ],
 )
-def test_steps_to_which_no_run_goes_back_are_refused(train, copy, word, message):
+def test_impossible_steps_to_go_back_to_are_refused(train, copy, word, message):
     run_dir = copy(6)
     code, _, err = train(word, *(() if "keep_every" in word else ("run.checkpoint.every=2",)))
     assert code == 2
@@ -104,7 +104,7 @@ def prune(capsys, *words):
     return code, *capsys.readouterr()
 
 
-def test_prune_leaves_the_newest_and_those_kept_for_good(train, tmp_path, capsys):
+def test_prune_keeps_the_newest_and_permanent_checkpoints(train, tmp_path, capsys):
     run_dir = tmp_path / "run"
     words = "run.checkpoint.every=1", "run.checkpoint.keep=6", "run.checkpoint.keep_every=2"
     assert train(*words)[0] == 0
@@ -134,7 +134,7 @@ def test_prune_leaves_the_newest_and_those_kept_for_good(train, tmp_path, capsys
         (("--keep", "1"), "asks first, but it has no terminal. Add --yes"),
     ],
 )
-def test_prune_removes_nothing_unasked(copy, capsys, words, message):
+def test_prune_removes_only_after_a_yes(copy, capsys, words, message):
     run_dir = copy(6)
     code, _, err = prune(capsys, run_dir, *words)
     assert code == 2

@@ -33,7 +33,7 @@ def request(fraction=None, hardware=None):
     return asked if hardware is None else replace(asked, hardware=known()[hardware])
 
 
-def test_jax_is_told_in_one_variable_and_only_where_something_is_said(monkeypatch):
+def test_a_memory_fraction_is_passed_in_one_variable_and_only_if_set(monkeypatch):
     monkeypatch.setenv(NAMES[1], "0.5")
     set_memory_fraction(None)
     assert [os.environ.get(name) for name in NAMES] == [None, "0.5"]
@@ -54,7 +54,7 @@ def test_jax_is_told_in_one_variable_and_only_where_something_is_said(monkeypatc
         (None, H100, False, None),
     ],
 )
-def test_it_is_of_gpus_that_are_here_or_of_described_ones_where_nothing_trains(
+def test_a_memory_fraction_is_for_attached_gpus_or_plans_of_described_ones(
     hardware, device, planned, devices
 ):
     wanted, kind = request(None, hardware).hardware, device.device_kind
@@ -86,7 +86,7 @@ def device_limit(asked, device):
     return target.limit
 
 
-def test_a_limit_says_which_share_of_the_memory_it_is_and_what_says_so(monkeypatch):
+def test_a_limit_states_its_share_of_the_memory_and_its_setting(monkeypatch):
     default = "run.memory_fraction=null, JAX's default"
     described = device_limit(request(None, "h100"), CPU)
     assert described is not None

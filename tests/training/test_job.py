@@ -153,7 +153,7 @@ def test_recomputing_costs_a_forward(remat, backward_s):
         full(({}, None)),
     ],
 )
-def test_w_costs_what_is_trained_of_the_layers(sizes, targets):
+def test_w_costs_the_trained_share_of_the_layers(sizes, targets):
     """The same share by the settings, which schedules are made by before JAX starts, and by the
     parameters.
     """
@@ -196,7 +196,7 @@ def test_without_w_zero_bubble_schedules_have_the_bubble_of_1f1b():
     assert of_1f1b - share < found < of_1f1b
 
 
-def test_without_a_pipeline_the_same_model_meets_the_same_data():
+def test_without_a_pipeline_model_and_data_are_the_same():
     config = transformer_config(
         mesh=Mesh(2, 2), executor=Spmd(remat="full", unroll=3), partition=Explicit(layers=[3, 1])
     )
@@ -249,7 +249,7 @@ def test_balanced_counts_an_embedding_that_multiplies():
     )
 
 
-def test_partitions_are_shown_where_stages_differ_or_were_asked_for():
+def test_partitions_are_shown_if_stages_differ_or_on_request():
     def shown(**parts):
         return partition_text(assemble(transformer_config(**parts)))
 
@@ -328,7 +328,7 @@ def test_a_plan_needs_neither_data_nor_devices():
         ),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(parts, error, message):
+def test_impossible_jobs_are_refused_in_one_line(parts, error, message):
     with pytest.raises(error, match=message) as refused:
         assemble(transformer_config(**parts))
     assert not re.search("\n", str(refused.value))
@@ -391,7 +391,7 @@ def test_integers_of_64_bits_are_placed_without_a_warning_where_jax_has_32():
     assert placed["targets"].tolist() == [0, 1, 2]
 
 
-def test_a_run_says_that_its_sizes_are_those_of_a_file(tmp_path):
+def test_a_run_prints_that_a_file_sets_its_sizes(tmp_path):
     file = tmp_path / "mine.csv"
     file.write_text(to_csv(one_f_one_b(2, 4).ranks))
     schedule = Csv(path=str(file), num_microbatches=4)

@@ -36,7 +36,7 @@ names = pytest.mark.parametrize("name", known())
 
 
 @pytest.mark.parametrize("kind", SHEETS)
-def test_peak_and_memory_are_those_of_the_data_sheets(kind):
+def test_peak_and_memory_equal_the_data_sheets(kind):
     float32, bfloat16, memory, memory_bytes_per_s = SHEETS[kind]
     found = of_device(kind)
     assert found is not None
@@ -95,7 +95,7 @@ def test_links_are_slower_than_memory_and_networks_than_links(name):
 
 
 @names
-def test_every_number_of_an_accelerator_says_where_it_is_from(name):
+def test_every_number_of_an_accelerator_has_its_source(name):
     text = (ROOT / f"conf/hardware/{name}.yaml").read_text()
     numbers = re.findall(r"^ *(?!name)\w+: .*\d.*$", text.partition("\ncuda:")[0], re.MULTILINE)
     assert numbers
@@ -125,7 +125,7 @@ def test_nominal_numbers_give_no_mfu_and_given_ones_do():
     assert mfu_peak_flops(given, "cpu", "bfloat16") is None
 
 
-def test_hardware_is_as_asked_or_that_of_the_topology_or_of_the_devices():
+def test_hardware_is_as_requested_or_of_the_topology_or_of_the_devices():
     auto, all_known = AutoHardware(), known()
     assert resolved(auto, "cpu") == all_known["host"]
     assert resolved(auto, "NVIDIA H200") == all_known["h200"]

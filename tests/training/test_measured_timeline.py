@@ -36,7 +36,7 @@ def rows_by_rank(run_dir):
     return found
 
 
-def test_each_task_is_measured_in_program_order_beside_its_simulation(
+def test_each_task_is_measured_in_program_order_next_to_its_simulation(
     tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
@@ -71,7 +71,7 @@ def test_each_task_is_measured_in_program_order_beside_its_simulation(
 
 
 @pytest.mark.slow
-def test_where_the_trace_tells_nothing_tasks_are_timed_one_by_one(tmp_path, monkeypatch):
+def test_tasks_are_timed_one_by_one_if_the_trace_has_none(tmp_path, monkeypatch):
     monkeypatch.setattr(profiler, "traced_spans", lambda *_: None)
     assert train(tmp_path, "executor=mpmd", "schedule=1f1b", "executor.remat=full") == 0
     for rows in rows_by_rank(tmp_path).values():
@@ -81,7 +81,7 @@ def test_where_the_trace_tells_nothing_tasks_are_timed_one_by_one(tmp_path, monk
             assert (float(row["end_s"]) > float(row["start_s"])) is not is_left_to_the_backward
 
 
-def test_a_task_without_a_program_takes_no_time_and_means_are_those_of_a_stage():
+def test_a_task_without_a_program_takes_no_time_and_means_are_by_stage():
     schedule = build("gpipe", 1, 2)
     f0, f1, b0, b1 = (Task(0, kind, m) for kind, m in (("F", 0), ("F", 1), ("B", 0), ("B", 1)))
     line = measured_timeline(schedule, {f0: (5.0, 6.0), b1: (8.0, 12.0), b0: (12.0, 14.0)})
@@ -106,6 +106,6 @@ def test_a_task_without_a_program_takes_no_time_and_means_are_those_of_a_stage()
         (("executor=mpmd", "run.profile=0"), "run.timeline=true and run.profile=0 both trace"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(tmp_path, words, message, capsys):
+def test_timelines_that_cannot_be_measured_are_refused(tmp_path, words, message, capsys):
     assert train(tmp_path, *words) == 2
     assert message in capsys.readouterr().err

@@ -56,12 +56,12 @@ def steps(run_dir, name="metrics.jsonl"):
     return [line["step"] for line in read(run_dir / name)]
 
 
-def test_every_step_is_one_object_with_what_it_was_given(tmp_path):
+def test_every_step_is_one_object_with_the_logged_values(tmp_path):
     run(tmp_path / "runs" / "a", 1, 3)
     assert read(tmp_path / "runs" / "a" / "metrics.jsonl") == [record(1), record(2), record(3)]
 
 
-def test_none_is_left_out_and_what_is_not_finite_is_null(tmp_path):
+def test_none_is_left_out_and_non_finite_values_are_null(tmp_path):
     with metrics(tmp_path) as written:
         written.log({"step": 1, "loss": math.nan, "grad_norm": math.inf, "lr": 0.0, "mfu": None})
     assert read(tmp_path / "metrics.jsonl") == [
@@ -100,7 +100,7 @@ def test_a_resumed_run_has_each_step_exactly_once(tmp_path, torn):
     assert [path.name for path in tmp_path.iterdir() if path.suffix in (".tmp", ".part")] == []
 
 
-def test_a_file_with_nothing_to_drop_is_not_rewritten(tmp_path):
+def test_a_file_without_later_records_is_not_rewritten(tmp_path):
     run(tmp_path, 1, 4)
     before = (tmp_path / "metrics.jsonl").stat().st_ino
     run(tmp_path, 5, 6)
@@ -108,7 +108,7 @@ def test_a_file_with_nothing_to_drop_is_not_rewritten(tmp_path):
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
 
 
-def test_evaluations_go_to_a_file_of_their_own_and_resume_alike(tmp_path):
+def test_evaluations_go_to_a_separate_file_that_resumes_like_metrics(tmp_path):
     with metrics(tmp_path) as written:
         written.log(record(1))
         for step in (5, 10):
@@ -155,7 +155,7 @@ def test_the_first_the_last_and_every_nth_step_are_one_plain_line(tmp_path):
     )
 
 
-def test_a_line_shows_the_mean_of_the_steps_since_the_one_before(tmp_path):
+def test_a_line_shows_the_mean_of_the_steps_since_the_previous_line(tmp_path):
     console, own_s = plain(), [0.5, 0.2, 0.0001, 0.9, 0.4]  # one of them seen too late to be timed
     with metrics(tmp_path, num_steps=5, log_every=4, console=console) as written:
         for step, seconds in enumerate(own_s, start=1):
@@ -225,7 +225,7 @@ def events(run_dir):
     return found
 
 
-def test_scalars_are_grouped_and_hold_what_was_logged(tmp_path):
+def test_scalars_are_grouped_and_hold_the_logged_values(tmp_path):
     with metrics(tmp_path, trackers=["tensorboard"]) as written:
         written.log({**record(1, loss=2.0), "mfu": None, "model_flops_per_s": 3.0})
         written.log_eval(1, {"eval_loss": 2.5})
@@ -268,6 +268,6 @@ def test_a_resumed_run_purges_the_steps_that_it_repeats(tmp_path):
     assert losses == [("purge", 1), one, two, three, ("purge", 3), three, four]
 
 
-def test_without_tensorboard_nothing_is_written_for_it(tmp_path):
+def test_without_tensorboard_no_event_file_is_written(tmp_path):
     run(tmp_path, 1, 2)
     assert not (tmp_path / "tensorboard").exists()

@@ -127,7 +127,7 @@ def test_a_loss_that_is_not_finite_is_no_verdict():
     assert found == "mine was not checked for mixing examples: their loss is nan."
 
 
-def test_an_error_of_the_models_own_is_one_line():
+def test_an_error_in_the_users_model_is_one_line():
     def picky(x):
         if len(x) == 2:
             raise ValueError("two are too few")
@@ -141,7 +141,7 @@ def test_an_error_of_the_models_own_is_one_line():
         refuse_mixing("mine", stack(picky), batch, jnp.dtype("float64"))
 
 
-def test_the_examples_tried_are_those_of_the_batch_or_made_up():
+def test_tried_examples_are_from_the_batch_or_random():
     shapes = {key: jax.ShapeDtypeStruct(a.shape, a.dtype) for key, a in ROWS.items()}
     for batch in (ROWS, {key: jnp.asarray(a) for key, a in ROWS.items()}):
         np.testing.assert_array_equal(few_examples(batch, shapes)["targets"], ROWS["targets"][:4])
@@ -180,7 +180,7 @@ def test_a_pipeline_refuses_before_its_first_state(batch):
         pipe_of(network(), batch=batch).init()
 
 
-def test_what_is_meant_to_mix_is_not_tried(monkeypatch):
+def test_models_that_declare_mixing_are_not_tried(monkeypatch):
     monkeypatch.setattr(pipeline, "refuse_mixing", None)
     for model in (
         network(mixes_examples=True),
@@ -196,7 +196,7 @@ def test_what_is_meant_to_mix_is_not_tried(monkeypatch):
     assert whole.check_examples("mine", ROWS) is None
 
 
-def test_large_models_are_not_tried_and_that_is_said(monkeypatch):
+def test_large_models_are_not_tried_with_a_note(monkeypatch):
     monkeypatch.setattr(pipeline, "MOST_BYTES", 100)
     text = "The model was not checked for mixing .* take 864 B, more than the 100 B allowed"
     with pytest.warns(UserWarning, match=text):
@@ -245,7 +245,7 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["train", full("verify"), full("doctor")])
-def test_a_command_refuses_it_in_a_line_and_writes_nothing(command, here, capsys):
+def test_a_model_that_mixes_examples_is_refused_in_one_line_without_files(command, here, capsys):
     code = cli.main([command, *ASKED, "+model.options.mixes=true"])
     captured = capsys.readouterr()
     line = " ".join((captured.out + captured.err).split())
@@ -259,7 +259,7 @@ def test_a_command_refuses_it_in_a_line_and_writes_nothing(command, here, capsys
         assert not (here / "runs").exists()
 
 
-def test_what_is_meant_is_verified_on_the_microbatches_that_devices_have(here, capsys):
+def test_declared_mixing_is_verified_on_the_devices_microbatches(here, capsys):
     """Also with data parallelism, which divides a batch too."""
     asked = [*ASKED, "+model.options.mixes=true", "model.mixes_examples=true", "verify.steps=1"]
     assert cli.main(["verify", *asked]) == 0

@@ -49,7 +49,7 @@ def bias_of(run_dir):
 
 
 @pytest.mark.parametrize("starts", [full(3)])
-def test_a_mixture_goes_on_over_other_axes_and_processes_as_the_reference_would(tmp_path, starts):
+def test_a_mixture_resumes_over_other_axes_and_processes_like_the_reference(tmp_path, starts):
     run_dir, whole_dir = tmp_path / "run", tmp_path / "whole"
     for number, (processes, layout) in enumerate(CHAIN[:starts], start=1):
         words = command(run_dir, layout, STEPS * number, f"launch.processes={processes}")
@@ -75,7 +75,7 @@ LONG, KILLED = 40, "mesh=1x2x1x2 schedule=1f1b"
 
 
 @pytest.mark.full
-def test_a_mixture_that_is_killed_goes_on_bit_for_bit(tmp_path, capsys):
+def test_a_killed_mixture_resumes_bit_for_bit(tmp_path, capsys):
     words = ["run.checkpoint.every=5", "run.log_every=1"]
     run_dir, whole_dir, elsewhere_dir = (tmp_path / name for name in ("run", "whole", "elsewhere"))
     start = command(run_dir, KILLED, LONG, *words)

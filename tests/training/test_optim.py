@@ -134,7 +134,7 @@ def test_metrics_are_of_the_step_before_the_update():
 
 
 @pytest.mark.parametrize("clip_norm", [4.0, 5.0, 6.0])
-def test_clipping_by_a_known_norm_is_optax_clipping_by_the_global_one(clip_norm):
+def test_clipping_by_a_known_norm_equals_optax_clipping_by_the_global_norm(clip_norm):
     grads = {"a": jnp.array([3.0]), "b": jnp.array([[4.0]])}
     found, state = optim.clip_by_norm(clip_norm).update(
         grads, optax.EmptyState(), norm=jnp.asarray(5.0)

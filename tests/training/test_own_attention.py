@@ -87,7 +87,7 @@ def test_a_network_with_it_has_the_gradients_of_the_formula(how, monkeypatch):
         np.testing.assert_allclose(found, true, rtol=1e-10, atol=1e-12)
 
 
-def test_for_a_gpu_that_is_not_here_it_is_cudnns():
+def test_attention_for_an_absent_gpu_is_cudnns():
     q = jax.ShapeDtypeStruct((2, 64, 4, 64), jnp.bfloat16)
 
     def lowered(attend):
@@ -114,7 +114,7 @@ FOUND = []
     ("named", "options", "gets"),
     [("device", {}, H100), ("device=None", {"device": "x"}, "x"), ("**rest", {}, None)],
 )
-def test_a_function_that_names_device_is_given_one_unless_an_option_does(
+def test_a_function_with_a_device_parameter_gets_the_device_unless_an_option_sets_it(
     named, options, gets, tmp_path, monkeypatch
 ):
     text = (
@@ -148,7 +148,7 @@ def test_a_function_that_names_device_is_given_one_unless_an_option_does(
         ({"softcap": -1.0}, r"softcap=-1.0 must be a finite number above 0"),
     ],
 )
-def test_what_it_cannot_be_is_refused(asked, message):
+def test_impossible_arguments_of_attention_are_refused(asked, message):
     with pytest.raises(ConfigError, match=message):
         ppctl.attention(**asked)
 

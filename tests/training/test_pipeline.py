@@ -212,7 +212,7 @@ def test_a_state_is_a_pytree_that_orbax_saves(tmp_path):
     pipe.step(restored, batch_of(5, 3))
 
 
-def test_a_pipeline_says_what_it_takes():
+def test_a_pipeline_reports_its_bubble_and_memory():
     pipe = make(schedule="interleaved", num_chunks=2)
     assert pipe.bubble() == pytest.approx(
         ppctl.simulate(pipe.schedule, ppctl.Costs()).bubble_fraction
@@ -226,7 +226,7 @@ def test_a_pipeline_says_what_it_takes():
     assert make(executor="reference", mesh=ppctl.mesh()).bubble() is None
 
 
-def test_a_schedule_of_ones_own_is_validated_and_run():
+def test_a_custom_schedule_is_validated_and_run():
     schedule = ppctl.build_schedule("eager_1f1b", num_ranks=2, num_microbatches=4)
     assert make(schedule=schedule).schedule == schedule
     broken = replace(schedule, ranks=(schedule.ranks[0][1:], schedule.ranks[1]))
@@ -284,7 +284,7 @@ def test_a_schedule_of_a_file_is_that_which_was_written(tmp_path):
     ],
     ids=range(7),
 )
-def test_a_wrong_option_of_a_value_is_one_line(value, message):
+def test_a_wrong_option_of_an_executor_value_is_one_line(value, message):
     with pytest.raises(ppctl.PpctlError, match=f"^{message}$".replace("?$", r"\?$")):
         value()
 
@@ -363,7 +363,7 @@ def of(num_ranks):
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused_in_neutral_words(request_, message):
+def test_impossible_arguments_of_pipeline_are_refused_by_their_names(request_, message):
     with pytest.raises(ppctl.PpctlError, match=f"^{message}$"):
         make(**request_)
 
@@ -376,7 +376,7 @@ def test_a_batch_of_other_shapes_is_refused():
         pipe.step(pipe.init(), batch_of(5, 3, size=8))
 
 
-def test_the_layers_of_a_network_are_those_of_its_marks_or_as_many_as_requested():
+def test_layers_of_a_network_are_by_its_marks_or_the_requested_number():
     assert make("network").stack.num_layers == 4
     assert make("network", layers=2).stack.num_layers == 2
     with pytest.raises(ppctl.PpctlError, match=r"^layers=9, but there are only 5 groups of .* Use"):
@@ -446,5 +446,5 @@ def test_a_drawing_of_no_known_form_is_refused(tmp_path):
         ppctl.draw(of(2), tmp_path / "x.gif")
 
 
-def test_all_names_are_there():
+def test_all_names_of_the_api_resolve():
     assert {name for name in ppctl.__all__ if not hasattr(ppctl, name)} == set()

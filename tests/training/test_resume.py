@@ -175,7 +175,7 @@ def uninterrupted(tmp_path_factory):
 
 
 @pytest.mark.full
-def test_a_run_ended_by_signals_saves_its_last_step_and_goes_on_bit_for_bit(
+def test_a_run_ended_by_signals_saves_its_last_step_and_resumes_bit_for_bit(
     tmp_path, uninterrupted
 ):
     run_dir, start = tmp_path / "run", 0
@@ -249,7 +249,7 @@ MOMENTS = (
 
 @pytest.mark.full
 @pytest.mark.parametrize("moments", ["stepping", full(", ".join(MOMENTS))])
-def test_kill_9_at_any_moment_costs_at_most_what_the_last_checkpoint_lacks(
+def test_kill_9_at_any_moment_loses_only_steps_since_the_last_checkpoint(
     tmp_path, uninterrupted, moments
 ):
     run_dir, was_killed_in = tmp_path / "run", []
@@ -300,7 +300,7 @@ def test_a_signal_before_the_first_step_ends_the_process_without_a_traceback(tmp
 
 
 @pytest.mark.full
-def test_a_run_whose_reader_has_gone_saves_its_last_step(tmp_path):
+def test_a_run_with_a_closed_pipe_saves_its_last_step(tmp_path):
     run_dir, words = (
         tmp_path / "run",
         [*WORDS, "run.num_steps=100000", "run.checkpoint.every=null", "run.log_every=1"],

@@ -82,7 +82,7 @@ def train(own, capsys):
     return train
 
 
-def test_a_run_goes_on_with_another_model_only_if_asked_to_and_says_so_everywhere(train, capsys):
+def test_a_run_resumes_with_another_model_only_on_request_and_with_a_note_everywhere(train, capsys):
     assert train()[0] == 0
     Path("own_bend.py").write_text(OWN_BEND + "# a comment changes nothing\n")
     before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
@@ -129,7 +129,7 @@ def stored(request):
     return json.loads(json.dumps(asdict(request)))
 
 
-def test_every_setting_of_a_model_is_compared_but_those_that_leave_its_function():
+def test_every_setting_of_a_model_is_compared_except_those_with_the_same_function():
     models = (config.Transformer(), config.MLP(), config.CustomModel(target="a.b"))
     for model in models:
         for name, value in asdict(model).items():
@@ -201,7 +201,7 @@ def test_where_and_how_a_run_is_started_is_no_change():
     assert not changes(stored(before), replace(moved, launch=config.Launch(processes=2)))
 
 
-def test_code_is_that_of_all_modules_of_ones_own_without_comments_and_docstrings(own):
+def test_recorded_code_is_of_all_user_modules_without_comments_and_docstrings(own):
     module = importlib.import_module("own_model")
     before = sources("own_model.model")
     assert list(before) == ["own_bend", "own_model"]

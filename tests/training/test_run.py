@@ -209,7 +209,7 @@ def test_the_dtype_that_devices_decided_is_the_runs_elsewhere_too(train, monkeyp
     assert (code, "changed   since step 2: run.dtype bfloat16 -> float32\n" in out) == (0, True)
 
 
-def test_a_finished_run_started_again_changes_nothing(train, copy):
+def test_a_finished_run_started_again_is_unchanged(train, copy):
     run_dir = copy(6)
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     code, out, err = train()
@@ -239,7 +239,7 @@ def test_must_and_auto_resume_from_the_newest_checkpoint(train, copy, six_steps)
 
 
 @pytest.mark.slow
-def test_a_run_that_diverges_stops_and_goes_on_from_the_good_checkpoint(train, copy):
+def test_a_diverging_run_stops_and_resumes_from_the_good_checkpoint(train, copy):
     run_dir = copy(2)
     code, _, err = train("optim.lr=1e30", "optim.clip_norm=null", "run.checkpoint.every=1")
     assert code == 4
@@ -387,7 +387,7 @@ def test_an_id_beyond_the_vocabulary_that_is_found_in_a_batch_saves_first(
     assert checkpoints(tmp_path / "run") == [3]
 
 
-def test_a_fault_before_the_first_step_saves_nothing(train, tmp_path, monkeypatch):
+def test_a_fault_before_the_first_step_saves_no_checkpoint(train, tmp_path, monkeypatch):
     monkeypatch.setattr(PlacedBatches, "put", failing_at(1, DataError("the rows are gone.")))
     assert train(tiny=ROWS)[::2] == (2, "ppctl: the rows are gone.\n")
     assert checkpoints(tmp_path / "run") == []

@@ -63,7 +63,7 @@ def disk(*, full):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if full else hard, hard))
 
 
-def test_continue_says_so_and_saves_again_when_it_can(train, tmp_path, monkeypatch):
+def test_continue_prints_a_note_and_saves_again_when_possible(train, tmp_path, monkeypatch):
     say = Metrics.note
 
     def note(self, text):
@@ -234,7 +234,7 @@ TWO = textwrap.dedent(
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_several_processes_decide_alike(tmp_path, free_port):
+def test_several_processes_decide_the_same(tmp_path, free_port):
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "2", "JAX_ENABLE_X64": "0"}
     processes = [
         subprocess.Popen(

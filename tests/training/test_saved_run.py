@@ -137,7 +137,7 @@ def test_code_that_changed_is_warned_of_and_other_parameters_are_refused(network
         ppctl.load_run(network_run).params()
 
 
-def test_code_that_is_not_here_is_said_to_be_where_the_run_was_started(network_run, tmp_path):
+def test_missing_user_code_is_looked_for_where_the_run_was_started(network_run, tmp_path):
     away = shutil.copytree(network_run, tmp_path / "run")
     settings = away / "config.yaml"
     settings.write_text(settings.read_text().replace("own_net.", "away_net."))
@@ -154,7 +154,7 @@ def test_code_that_is_not_here_is_said_to_be_where_the_run_was_started(network_r
 
 
 @pytest.mark.parametrize("dtype", ["float32", full("float64")])
-def test_a_transformer_predicts_logits_of_which_the_loss_is_that_of_the_run(tmp_path, dtype):
+def test_a_loaded_transformer_predicts_logits_with_the_loss_of_the_run(tmp_path, dtype):
     config = Config(
         model=Transformer(num_layers=2, d_model=8, num_heads=2, seq_len=6),
         data=Synthetic(batch_size=4, vocab_size=16, num_sequences=128),
@@ -228,7 +228,7 @@ def saved(tmp_path_factory):
     return path, params
 
 
-def test_settings_records_and_checkpoints_are_those_of_the_run(saved):
+def test_a_loaded_run_has_its_settings_records_and_checkpoints(saved):
     run = ppctl.load_run(saved[0])
     assert run.settings["model"] == {
         "name": "mlp",
@@ -298,7 +298,7 @@ def test_a_requested_checkpoint_that_a_run_replaces_is_removed_not_damaged(savin
         ppctl.load_run(saving).params(3)
 
 
-def test_what_is_not_there_is_refused(saved, tmp_path):
+def test_missing_parts_of_a_run_are_refused(saved, tmp_path):
     with pytest.raises(ppctl.PpctlError, match=r"has no checkpoint of step 4; it has steps 3, 5\."):
         ppctl.load_run(saved[0]).params(4)
     with pytest.raises(ppctl.PpctlError, match=r"is no run: it has no config\.yaml"):

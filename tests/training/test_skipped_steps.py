@@ -60,7 +60,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layouts", LAYOUTS)
-def test_a_bad_batch_changes_nothing_and_is_named_alike_by_all(skipping, tmp_path, layouts):
+def test_a_bad_batch_is_skipped_and_named_equally_by_all(skipping, tmp_path, layouts):
     found = []
     for number, layout in enumerate(("executor=reference mesh=1x1", *layouts)):
         run_dir = tmp_path / f"run{number}"
@@ -131,7 +131,7 @@ def test_too_many_in_a_row_save_and_stop(skipping, tmp_path, tells, at):
     assert len(set(rates)) == 1
 
 
-def test_without_skipping_such_a_step_ends_the_run(skipping, tmp_path, tells):
+def test_without_skipping_a_bad_step_ends_the_run(skipping, tmp_path, tells):
     code, _, err = skipping("mesh=1x1", "run.on_nonfinite=stop", f"run.on_event={tells}")
     assert code == 4
     assert "loss=nan" in err

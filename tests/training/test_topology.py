@@ -60,7 +60,7 @@ def test_all_nvidia_gpus_are_described():
 
 
 @pytest.mark.parametrize("name", GPUS)
-def test_a_gpu_is_described_by_its_own_numbers(name):
+def test_a_described_gpu_has_the_numbers_of_its_kind(name):
     hardware = known()[name]
     cuda, text = hardware.gpu, target_config(gpu_target(hardware))
     assert cuda is not None
@@ -84,7 +84,9 @@ def test_a_gpu_is_described_by_its_own_numbers(name):
     assert cuda.memory_bytes * 0.75 / 2**30 == pytest.approx(hardware.memory_gib, rel=0.02)
 
 
-def test_hosts_and_their_gpus_are_asked_for_and_the_description_says_what_fits(monkeypatch, capsys):
+def test_a_plan_requests_hosts_with_gpus_and_takes_its_limit_from_the_description(
+    monkeypatch, capsys
+):
     asked = described(monkeypatch)
     assert run_plan(REQUEST, as_json=True) == 0
     found = json.loads(capsys.readouterr().out)
@@ -105,7 +107,7 @@ def test_hosts_and_their_gpus_are_asked_for_and_the_description_says_what_fits(m
     assert run_plan(small, as_json=True) == 1
 
 
-def test_hardware_of_ones_own_is_described_too(monkeypatch):
+def test_custom_hardware_is_described(monkeypatch):
     asked = described(monkeypatch)
     mine = replace(
         known()["h100"], name="mine", cuda=known()["h100"].cuda | {"cores": 99}, memory_gib=10.0

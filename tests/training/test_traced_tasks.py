@@ -254,7 +254,7 @@ def test_accelerators_tell_the_tasks_that_cpus_tell(traced, tmp_path, device, li
         assert start + duration <= first + whole + 2, task  # rounded
 
 
-def test_a_trace_that_lacks_operations_tells_no_tasks(traced, tmp_path):
+def test_a_trace_that_lacks_operations_has_no_tasks(traced, tmp_path):
     """GPUs drop what their buffers do not hold."""
     events = sorted(
         ((d, as_kernels(i), *times) for d, i, *times in operations(traced)), key=lambda e: e[2]
@@ -264,7 +264,7 @@ def test_a_trace_that_lacks_operations_tells_no_tasks(traced, tmp_path):
 
 
 @needs_cuda_plugin
-def test_a_program_for_gpus_says_what_a_task_runs():
+def test_a_program_for_gpus_lists_the_operations_of_a_task():
     words = (
         "model.num_layers=4 model.d_model=64 model.num_heads=1 model.seq_len=64 data=synthetic "
         "data.vocab_size=64"

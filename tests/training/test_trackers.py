@@ -68,7 +68,7 @@ def test_a_tracker_gets_the_values_and_the_end(monkeypatch, tmp_path):
     assert notes == ["wandb     in memory"]
 
 
-def test_the_next_start_goes_on_with_the_same_run(monkeypatch, tmp_path):
+def test_the_next_start_continues_the_same_run(monkeypatch, tmp_path):
     tracker, made, _ = background(monkeypatch, tmp_path)
     tracker.close(is_finished=False)
     assert made[0].given_id is None
@@ -104,7 +104,7 @@ def test_a_tracker_that_fails_is_named_and_left_out(monkeypatch, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # its file, unclosed
-def test_a_disk_that_fills_up_ends_tensorboard_with_a_line(tmp_path, monkeypatch, capfd):
+def test_a_disk_that_fills_up_ends_tensorboard_with_one_line(tmp_path, monkeypatch, capfd):
     """Its package's thread ended in a traceback, and the end of the run waited 30 s for it."""
     monkeypatch.setattr(trackers, "FLUSH_S", 0.0)
     notes = []
@@ -119,7 +119,7 @@ def test_a_disk_that_fills_up_ends_tensorboard_with_a_line(tmp_path, monkeypatch
     assert capfd.readouterr() == ("", "")
 
 
-def test_metrics_go_on_where_their_tracker_cannot_start(monkeypatch, tmp_path):
+def test_metrics_are_recorded_although_a_tracker_cannot_start(monkeypatch, tmp_path):
     def refuses(*about):
         raise ConnectionError("no route to host")
 

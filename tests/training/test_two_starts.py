@@ -46,7 +46,7 @@ def pair(run_dir, num_steps, delay_s):
 
 @pytest.mark.full
 @pytest.mark.parametrize(("delay_s", "starts"), [(0.0, 1), *((delay_s, 2) for delay_s in DELAYS_S)])
-def test_of_two_starts_one_trains_and_the_other_is_refused(tmp_path, delay_s, starts):
+def test_the_second_of_two_starts_is_refused(tmp_path, delay_s, starts):
     run_dir = tmp_path / "run"
     for num_steps in (300, 600)[:starts]:  # from the start, and resumed
         (trained, _), (refused, said) = pair(run_dir, num_steps, delay_s)

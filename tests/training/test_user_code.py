@@ -157,7 +157,7 @@ def test_the_starter_network_is_written_with_its_arrays(here, capsys):
     assert "other/images.npy exists already, and nothing is overwritten" in capsys.readouterr().err
 
 
-def test_init_overwrites_nothing(here, capsys):
+def test_init_overwrites_no_file(here, capsys):
     (here / "own").mkdir()
     (here / "own/my_data.py").write_text("mine")
     assert cli.main(["init", "own"]) == 2
@@ -185,7 +185,7 @@ def test_all_of_the_starter_is_written(here):
     )
 
 
-def test_targets_in_recipes_are_looked_for_beside_ppctls_own_too(here):
+def test_targets_in_recipes_are_found_in_the_project_and_in_ppctl(here):
     (here / "recipes").mkdir()  # as in a project that `ppctl init` made
     (here / "recipes/mine.py").write_text("def data(**given):\n    return [given]\n")
     with pytest.raises(ConfigError, match="returns a list, not a"):
@@ -197,7 +197,7 @@ def test_targets_in_recipes_are_looked_for_beside_ppctls_own_too(here):
         custom_data("recipes.documents.nothing.rows", 4, 0.0, {}, seed=0)
 
 
-def test_given_parameters_are_those_of_the_model(here):
+def test_init_layer_of_the_user_sets_the_parameters(here):
     weights = np.random.default_rng(0).standard_normal((3, 4, 4))
     stack = replace(
         stack_of(here, num_layers=3), init_layer=lambda key, index: jnp.asarray(weights)[index]
@@ -371,7 +371,7 @@ def test_data_that_do_not_fit_are_refused(monkeypatch, made):
         custom_data("a.b", 4, 0.0, {}, seed=0)
 
 
-def test_models_and_data_of_ones_own_go_with_those_that_ship(here, monkeypatch):
+def test_custom_models_and_data_combine_with_built_in_ones(here, monkeypatch):
     (here / "my.py").write_text(GOOD_MODEL.replace("BREAK", "pass"))
     asked = config.Config(
         model=config.CustomModel(target="my.model", num_layers=4),
@@ -412,6 +412,6 @@ def test_models_and_data_of_ones_own_go_with_those_that_ship(here, monkeypatch):
         ("data=custom data.target=a-b.c", "data.target=a-b.c is not the dotted path"),
     ],
 )
-def test_what_is_asked_wrongly_is_said_in_one_line(line, said, capsys):
+def test_wrong_requests_for_user_code_are_refused_in_one_line(line, said, capsys):
     assert cli.main(["train", *line.split()]) == 2
     assert said in capsys.readouterr().err

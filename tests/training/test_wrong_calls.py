@@ -166,7 +166,7 @@ def test_attempts_of_post_validation_are_states_too():
         pipe.step(make().init(), BATCH)
 
 
-def test_states_that_may_be_undone_go_on():
+def test_steps_with_post_validation_equal_those_with_a_barrier():
     states = []
     for executor in (ppctl.mpmd(), ppctl.mpmd(post_validation=True)):
         pipe = make(executor=executor, clip_norm=0.1)
