@@ -61,7 +61,7 @@ def test_a_commands_errors_have_their_exit_codes(error, code, text, served, caps
     assert capsys.readouterr().err == text
 
 
-def test_a_bug_keeps_its_traceback_and_asks_for_a_report(served, capsys, monkeypatch):
+def test_a_bug_keeps_its_traceback_and_requests_a_report(served, capsys, monkeypatch):
     monkeypatch.setattr(
         sys.modules["ppctl.cli.commands.train"], "train", raising(RuntimeError("boom"))
     )

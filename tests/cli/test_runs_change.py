@@ -84,7 +84,7 @@ def test_rm_removes_only_the_named_runs(capsys):
 # --- the question -------------------------------------------------------------------------------
 
 
-def test_without_a_terminal_rm_does_not_ask_and_removes_nothing(capsys, monkeypatch):
+def test_without_a_terminal_rm_asks_no_question_and_removes_no_run(capsys, monkeypatch):
     make("a")
     with open(os.devnull) as nobody:
         monkeypatch.setattr("sys.stdin", nobody)

@@ -92,7 +92,7 @@ def test_kill_9_is_seen_and_the_shown_command_resumes(capsys):
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_an_interrupted_and_a_failed_run_say_why(capsys):
+def test_an_interrupted_and_a_failed_run_have_a_reason(capsys):
     process = train(*SMALL.split(), "run.num_steps=100000", "run.name=tiny")
     while not (
         Path("runs/tiny/metrics.jsonl").exists() and Path("runs/tiny/metrics.jsonl").stat().st_size

@@ -107,6 +107,6 @@ def test_a_wrong_request_of_curves_is_refused_in_one_line(line, capsys):
     assert re.search(WRONG[line], err), err
 
 
-def test_its_options_go_with_no_other_subcommand(capsys):
+def test_options_of_curves_are_refused_by_other_subcommands(capsys):
     assert cli.main(["schedule", "show", "--kept-mb", "3"]) == 2
     assert "--kept-mb only goes with `ppctl schedule curves`" in capsys.readouterr().err

@@ -20,7 +20,7 @@ def met(dataset, num_batches, start=0):
     return np.array(numbers)
 
 
-def test_parts_come_by_their_weights_and_each_in_epochs_of_its_own(build):
+def test_parts_come_by_their_weights_and_each_in_separate_epochs(build):
     dataset = build("mixture")
     (first, _, _), (second, _, _) = dataset.mixture
     numbers = met(dataset, 300)

@@ -116,7 +116,7 @@ def test_all_ids_of_a_small_file_are_read_in_chunks(build, tmp_path, monkeypatch
     assert build("tokens", **write(tmp_path / "x.npy", IDS)).vocab_size == 2000
 
 
-def test_the_vocabulary_is_that_of_the_tokenizer(build, tmp_path):
+def test_the_vocabulary_is_the_tokenizers(build, tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1999}, "a"))
     made.save(str(tmp_path / "tokenizer.json"))

@@ -189,7 +189,7 @@ def noting_stack(num_layers=2):
     )
 
 
-def test_layers_and_examples_have_keys_of_their_own():
+def test_layers_and_examples_have_separate_keys():
     batch = {"inputs": np.zeros((4, 1)), "targets": np.eye(4)[0] * 0 + 1.0}
     noise = {}
     for example in range(4):

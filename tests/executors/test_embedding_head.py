@@ -37,7 +37,7 @@ def arrays(dtype):
 
 
 @pytest.mark.parametrize("name", EMBEDDINGS)
-def test_a_sum_with_the_gradient_is_that_of_autodiff(name):
+def test_a_sum_with_the_gradient_equals_autodiff(name):
     with jax.enable_x64(True):
         weights, tokens, gx = arrays("float64")
         total = jax.tree.map(jnp.cos, weights)

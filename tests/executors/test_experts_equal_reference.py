@@ -130,7 +130,7 @@ def test_a_mixture_trains_like_one_with_all_experts_computing_all_tokens(mesh, h
         full(({"pp": 2, "cp": 2}, 16)),
     ],
 )
-def test_its_losses_do_not_depend_on_microbatches_and_replicas(mesh, num_microbatches):
+def test_losses_of_a_mixture_do_not_depend_on_microbatches_and_replicas(mesh, num_microbatches):
     check(mesh, num_microbatches=num_microbatches, schedule="1f1b")
 
 

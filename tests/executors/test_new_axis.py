@@ -39,7 +39,7 @@ def test_a_whole_model_trains_over_a_new_axis_as_over_dp(found):
     assert found["training"]["not divided"] < 1e-12
 
 
-def test_its_sends_and_sums_are_planned(found):
+def test_sends_and_sums_over_a_new_axis_are_planned(found):
     plan = json.loads(found["commands"]["plan"]["out"])
     # 2 layers gather and scatter 8 rows of 8 float32 over 2 devices: 1 s a message, 1 kB a second
     row = 8 * 4
@@ -71,7 +71,7 @@ def test_inspect_names_it(found):
     assert re.search(r"all-reduce +xp +1 +1 +232 B", text), text  # what xp does not divide
 
 
-def test_its_setting_is_composed_explained_and_checked(found):
+def test_the_setting_of_a_new_axis_is_composed_explained_and_checked(found):
     shown = found["commands"]
     assert "  xp: 2\n" in shown["cfg"]["out"]
     assert "mesh.xp=1        parts of a toy's columns\n" in shown["help"]["out"]

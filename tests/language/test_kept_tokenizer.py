@@ -126,7 +126,7 @@ def test_a_run_takes_the_tokenizer_of_the_run_that_it_starts_from(
     assert with_start_tokenizer("first", Synthetic()) == Synthetic()
 
 
-def test_another_tokenizer_than_that_of_the_start_is_noted(tmp_path, monkeypatch):
+def test_a_tokenizer_that_differs_from_the_starts_is_noted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder, text in (("first/source", "{}"), ("other", "{ }")):
         (tmp_path / folder).mkdir(parents=True)

@@ -75,7 +75,7 @@ F1121 17:04:08.460899   10136 client.h:80] Terminating process because. absl::St
         "a fault of XLA's own",
     ],
 )
-def test_the_last_words_of_xla_are_one_line(printed, expected):
+def test_the_last_words_of_xla_become_a_single_line(printed, expected):
     [line] = readable(printed.splitlines(keepends=True), "1")
     assert line.startswith(expected)
 

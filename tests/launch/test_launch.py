@@ -198,7 +198,7 @@ def test_the_first_child_that_crashes_ends_all_and_is_named(tmp_path, crashed, s
     assert any("RuntimeError: boom" in line for line in err) == ("boom" in script)
 
 
-def test_the_others_may_still_say_why(tmp_path):
+def test_other_children_may_still_print_their_reason(tmp_path):
     with Group(
         tmp_path,
         "sys.exit(7)",

@@ -64,7 +64,7 @@ def test_no_restart_after_a_stop_request():
     assert restarted([Ending(137, True, None)], [None], 3) == (137, [], 1)
 
 
-def test_the_newest_checkpoint_is_that_of_the_run(tmp_path):
+def test_the_newest_checkpoint_is_the_runs(tmp_path):
     assert newest_checkpoint(tmp_path) is None
     for name in ("5", "20", "100.orbax-checkpoint-tmp"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)

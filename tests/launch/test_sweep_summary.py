@@ -168,7 +168,7 @@ def test_where_more_than_the_layout_varies_the_lowest_loss_comes_first():
     assert [best.what for best in best_of(results(jobs))] == ["fastest, in tok/s"]
 
 
-def test_the_best_is_a_path_first_and_digits_tell_jobs_apart():
+def test_the_best_is_a_path_first_and_digits_distinguish_jobs():
     jobs = [left(job_of(i, **{"optim.lr": 10.0**-i}), (2.0 + i * 1e-6, 1.0)) for i in range(2)]
     (jobs[0].run_dir / "checkpoints" / "7").mkdir(parents=True)
     what, where, *_ = write_summary(TOP, results(jobs))

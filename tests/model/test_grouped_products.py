@@ -98,7 +98,7 @@ def test_a_kernel_is_the_loop_over_experts(case, kernel, dtype):
         )
 
 
-def test_tiles_cover_all_rows_once_whatever_the_sizes():
+def test_tiles_cover_all_rows_once_for_any_sizes():
     draw = np.random.default_rng(1)
     for _ in range(20):
         num_rows, block = int(draw.integers(1, 60)), int(draw.integers(1, 20))

@@ -151,7 +151,7 @@ def test_attention_is_the_softmax_of_scaled_scores_over_earlier_tokens():
         assert found[b, t, n] == pytest.approx(weights @ v[b, : t + 1, n] / weights.sum())
 
 
-def test_the_derivative_of_softmax_is_that_of_its_formula():
+def test_the_derivative_of_softmax_follows_its_formula():
     scores, change = np.random.default_rng(0).standard_normal((2, 3, 5))
     formula = lambda a: jnp.exp(a) / jnp.exp(a).sum(-1, keepdims=True)
     ours = lambda a: softmax(a, jnp.float64)

@@ -114,7 +114,7 @@ def test_a_search_refuses_stages_that_xla_divides():
         stage_divisions(*of_model, {"ep": None, "tp": [2], "cp": None}, 4, 8)
 
 
-def test_assumed_speeds_and_links_are_those_of_the_prediction():
+def test_assumed_speeds_and_links_are_the_predictions():
     job = assemble(
         replace(TOKENS, mesh=config.Mesh(2, 4, 2)), only_planned=True, on_one_device=True
     )
@@ -133,7 +133,7 @@ def test_assumed_speeds_and_links_are_those_of_the_prediction():
     assert f"{machine.task_s * 1e6:.3g} us to start a tick" in text
 
 
-def test_the_kernel_of_attention_is_that_of_the_hardware():
+def test_the_kernel_of_attention_is_the_hardwares():
     fast = said(TOKENS)
     assert "attention=cudnn" in fast
     assert "801.4 in attention forward, 474.9 backward" in fast
@@ -144,7 +144,7 @@ def test_the_kernel_of_attention_is_that_of_the_hardware():
     assert "attention=cudnn" in said(replace(TOKENS, hardware=config.AutoHardware(), plan=away))
 
 
-def test_the_kernel_of_experts_is_that_of_the_hardware():
+def test_the_kernel_of_experts_is_the_hardwares():
     experts = replace(TOKENS.model, moe=Experts(num_experts=4))
     assert "products of experts=triton" in said(replace(TOKENS, model=experts))
     assert "products of experts" not in said(TOKENS)

@@ -27,7 +27,7 @@ ROW = Row("ranks", "405B", "h100", 1, 1, 4, compiles=False, settings=TINY)
 COSTS = Measured(1.0, 0.5, 2.0, 4.0, 9.0, 1, 3000, 6_000_000, 40_000, 2**29)
 
 
-def test_names_tell_rows_apart_and_layouts_have_their_devices():
+def test_names_distinguish_rows_and_layouts_have_their_devices():
     rows = [*planned_rows(), *compiled_rows()]
     assert len({row.name for row in rows}) == len(rows)
     assert {row.devices for row in rows} == {8 * 2**k for k in range(12)}

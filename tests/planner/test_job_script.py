@@ -159,7 +159,7 @@ def test_a_launcher_that_does_not_fit_the_hardware_is_refused(
         hosts_for(launcher, known()[hardware], num_devices)
 
 
-def test_hardware_must_say_how_many_gpus_a_host_has():
+def test_hardware_must_state_the_gpus_of_a_host():
     mine = replace(known()["h100"], name="mine", network=None)
     with pytest.raises(ConfigError, match="8 devices do not fill hosts of unknown size"):
         hosts_for("slurm", mine, 8)

@@ -176,7 +176,7 @@ def test_items_come_in_order_and_only_the_used_ones_are_refined():
 
 
 @seeds
-def test_the_best_layouts_are_the_best_of_an_exhaustive_search(seed):
+def test_the_best_layouts_equal_an_exhaustive_searchs(seed):
     search, layouts = LayoutSearch(*some(seed)), simulated(seed)
     assert_none_is_missed(first(search), layouts)
     assert search.num_simulated < len(search.layouts)

@@ -119,7 +119,7 @@ def test_the_bubble_of_free_running_ranks_is_the_simulated_one(family, keeps_inp
 @pytest.mark.parametrize("family", ON_RING)
 @remats
 @pytest.mark.parametrize("hop_s", [0.0, 0.3])
-def test_the_bubble_of_lockstep_is_that_of_the_ticks(family, keeps_input, hop_s):
+def test_the_bubble_of_lockstep_is_the_ticks(family, keeps_input, hop_s):
     op_times, schedule, sizes = some(family, hop_s=hop_s)
     costs = costs_of_stages(op_times, sizes, keeps_input=keeps_input)
     table = lowered(schedule, costs, keeps_input)

@@ -103,7 +103,7 @@ def test_planned_bytes_of_state_and_batch_equal_their_arrays():
 
 
 @pytest.mark.parametrize("remat", ["none", full("full")])
-def test_each_rank_of_mpmd_holds_its_own(remat):
+def test_each_rank_of_mpmd_holds_only_its_stages(remat):
     asked = request(executor="mpmd", remat=remat, num_microbatches=8)
     found = planned(asked)
     pipe = assemble(asked).pipe

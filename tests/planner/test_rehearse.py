@@ -121,7 +121,7 @@ def test_every_task_runs_and_their_seconds_add_up_to_the_ranks(name):
         assert time_update(job, part, 1, on_one()).wall_s > 0
 
 
-def test_simulated_devices_run_a_rank_at_once_each_on_values_of_its_own(monkeypatch):
+def test_simulated_devices_run_a_rank_at_once_on_separate_values(monkeypatch):
     job, devices = assemble(SMALL, on_one_device=True), jax.devices()[:2]
     part, on = rehearse.rank_parts(job)[0], Replicas(devices)
     rank = RankOnDevice(job, part, examples_of_device(job), on)
@@ -197,7 +197,7 @@ def test_a_rank_that_is_like_another_takes_its_times_stage_by_stage():
 @pytest.mark.parametrize(
     "executor", [config.Spmd(remat="none"), config.Mpmd(remat="none")], ids=["spmd", "mpmd"]
 )
-def test_memory_is_that_of_the_run_with_the_temporaries_of_a_task(executor):
+def test_memory_is_the_runs_with_the_temporaries_of_a_task(executor):
     found = times(replace(SMALL, executor=executor), 1.0, 2.0).found
     held = assemble(replace(SMALL, executor=executor)).pipe.memory()
     for of_rank, known in zip(found.ranks, held, strict=True):

@@ -172,7 +172,7 @@ def test_no_product_is_faster_than_all_cores():
         assert 0 < shape.efficiency(1, choose.choice((1, 8, 108, 132))) <= 1
 
 
-def test_kernels_of_attention_have_speeds_of_their_own():
+def test_kernels_of_attention_have_separate_speeds():
     forward, backward = (
         Op(100.0, 0.0, kernel="attention_forward"),
         Op(100.0, 0.0, kernel="attention_backward"),

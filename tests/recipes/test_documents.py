@@ -112,7 +112,7 @@ def test_verify_finds_the_numbers_of_a_nabla_example(recipe, capsys):
 
 
 @pytest.mark.full
-def test_a_nabla_example_trains_and_its_loss_is_that_of_the_document(capsys, tmp_path):
+def test_a_nabla_example_trains_to_the_loss_of_the_document(capsys, tmp_path):
     assert (
         cli.main(["train", "recipes=nabla_gpipe", "run.dtype=float32", f"run.dir={tmp_path}"]) == 0
     )

@@ -109,7 +109,7 @@ def trained_as_in_the_notebook():
         pytest.param(("executor=mpmd", "run.timeline=true"), id="mpmd", marks=pytest.mark.full),
     ],
 )
-def test_the_notebooks_training_is_that_of_numpy(others, tmp_path):
+def test_the_notebooks_training_equals_numpy(others, tmp_path):
     assert cli.main(["train", "recipes=gpipe_notebook", f"run.dir={tmp_path}", *others]) == 0
     losses = [
         json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()

@@ -88,7 +88,7 @@ def test_tasks_have_numbers_for_every_kind_or_for_no_kind(width):
     assert {kind for kind, _ in cells} == {"F", "B"}
 
 
-def test_cells_of_a_figure_say_as_much_of_every_kind():
+def test_cells_of_a_figure_have_equal_labels_for_every_kind():
     for m, said in ((8, 2), (40, 1), (200, 0)):
         words = re.findall(r">([FB]\d*)</text>", image([drawing("1f1b", p=2, m=m)], "svg").decode())
         assert {kind for kind, *_ in words} == ({"F", "B"} if said else set())

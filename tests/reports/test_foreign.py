@@ -315,7 +315,7 @@ def closed_runs(tmp_path, monkeypatch):
     (tmp_path / "runs/closed").chmod(0o755)
 
 
-def test_a_directory_without_rights_is_a_line_and_never_a_traceback(closed_runs, capsys):
+def test_a_directory_without_permissions_is_named_in_one_line(closed_runs, capsys):
     line = "runs/closed cannot be read: Permission denied."
     capsys.readouterr()
     assert cli.main(["runs"]) == 0

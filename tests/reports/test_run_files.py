@@ -72,7 +72,7 @@ def test_the_tails_of_files_hold_the_progress_of_a_run(tmp_path):
     assert run.status == "no end recorded"
 
 
-def test_an_evaluation_of_an_earlier_step_says_so(tmp_path):
+def test_an_evaluation_of_an_earlier_step_is_marked(tmp_path):
     now = '{"step": 3, "eval_loss": 2.5}\n'
     assert found(make(tmp_path / "a", eval=now)).eval_note == ""
     first = '{"step": 0, "eval_loss": 5.5}\n'
@@ -204,7 +204,7 @@ def test_history_has_first_last_and_least_values_and_counts_invalid_lines(tmp_pa
     assert "1 line of metrics.jsonl is no record" in run.problems
 
 
-def test_the_size_is_that_of_all_files(tmp_path):
+def test_the_size_is_of_all_files(tmp_path):
     run_dir = make(tmp_path / "a")
     before = run_files.disk_bytes(run_dir)
     (run_dir / "checkpoints/1").mkdir(parents=True)

@@ -169,7 +169,7 @@ def maybe_without_locks(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("maybe_without_locks")
-def test_without_locks_host_and_process_tell_whether_a_run_goes_on(unlocked, tmp_path, capsys):
+def test_without_locks_host_and_process_decide_whether_a_run_is_running(unlocked, tmp_path, capsys):
     assert lines(tmp_path)[0]["is_locked"] is False
     assert state(tmp_path) == ("running", None)
     assert run_status.held_by(tmp_path) == unlocked.pid
@@ -189,7 +189,7 @@ def test_without_locks_host_and_process_tell_whether_a_run_goes_on(unlocked, tmp
 
 
 @pytest.mark.usefixtures("maybe_without_locks")
-def test_without_locks_the_time_of_its_files_tells_whether_a_run_elsewhere_goes_on(
+def test_without_locks_file_times_decide_whether_a_remote_run_is_running(
     unlocked, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(run_status.platform, "node", lambda: "elsewhere")
@@ -334,7 +334,7 @@ def test_a_run_that_another_process_writes_is_refused_and_unchanged(tmp_path, ca
     assert run_status.held_by(tmp_path) is None
 
 
-def test_a_line_that_a_full_disk_cuts_is_an_error_and_not_a_torn_line_in_the_middle(tmp_path):
+def test_a_line_truncated_by_a_full_disk_is_an_error(tmp_path):
     """An unbuffered write of a part of a line raises nothing: the next line stood behind it."""
     with (tmp_path / "lines").open("ab", buffering=0) as file, full_disk(10):
         with pytest.raises(OSError, match="File too large"):

@@ -45,7 +45,7 @@ def test_a_run_goes_back_once_and_keeps_later_records(train, copy, six_steps):
     assert (old, new) == (0.002, 1e-4)
 
 
-def test_tensorboard_shows_the_losses_after_the_step_to_which_a_run_went_back(train, tmp_path):
+def test_tensorboard_shows_new_losses_after_a_run_went_back(train, tmp_path):
     run_dir, words = tmp_path / "run", ("run.checkpoint.every=2", "run.trackers=[tensorboard]")
     assert train(*words)[0] == 0
     before = losses(run_dir)

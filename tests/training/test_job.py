@@ -105,7 +105,7 @@ def test_a_batch_is_divided_over_rows_and_shards_and_whole_on_every_rank():
         )
 
 
-def test_weights_are_float32_whatever_the_compute():
+def test_weights_are_float32_with_any_compute_dtype():
     for dtype in ("bfloat16", "float32"):
         job = assemble(transformer_config(run=Run(dtype=dtype)))
         assert job.pipe.dtype == dtype

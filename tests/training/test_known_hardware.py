@@ -66,7 +66,7 @@ POWER_W = {
 
 
 @names
-def test_power_is_that_of_the_data_sheet_or_not_known(name):
+def test_power_is_from_the_data_sheet_or_unknown(name):
     assert known()[name].power_w == POWER_W.get(name)
 
 

@@ -127,7 +127,7 @@ def test_a_loss_that_is_not_finite_is_no_verdict():
     assert found == "mine was not checked for mixing examples: their loss is nan."
 
 
-def test_an_error_in_the_users_model_is_one_line():
+def test_an_error_in_the_users_model_is_named_in_one_line():
     def picky(x):
         if len(x) == 2:
             raise ValueError("two are too few")

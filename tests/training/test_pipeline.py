@@ -284,7 +284,7 @@ def test_a_schedule_of_a_file_is_that_which_was_written(tmp_path):
     ],
     ids=range(7),
 )
-def test_a_wrong_option_of_an_executor_value_is_one_line(value, message):
+def test_a_wrong_option_of_an_executor_value_is_refused_in_one_line(value, message):
     with pytest.raises(ppctl.PpctlError, match=f"^{message}$".replace("?$", r"\?$")):
         value()
 

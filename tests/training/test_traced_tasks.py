@@ -240,7 +240,7 @@ def as_kernels(instruction):
         ),
     ],
 )
-def test_accelerators_tell_the_tasks_that_cpus_tell(traced, tmp_path, device, line, name):
+def test_accelerators_trace_the_same_tasks_as_cpus(traced, tmp_path, device, line, name):
     expected = written(traced.directory, traced)
     ranks = traced.ticks.schedule.ranks
     assert [row[:2] for row in expected] == sorted(

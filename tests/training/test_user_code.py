@@ -266,7 +266,7 @@ def test_a_function_with_marks_is_a_model(here):
         custom_stack("net2.model", 2, {}, **asked)
 
 
-def test_a_network_takes_only_what_it_names(here):
+def test_a_network_takes_only_its_named_arguments(here):
     given = "*, num_layers, dtype, data, name"
     (here / "free.py").write_text(NETWORK.replace(given, "name").replace(", dtype)", ")"))
     stack = custom_stack("free.model", 2, {}, data=rows(), dtype=jnp.dtype("float32"))
