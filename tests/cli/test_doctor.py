@@ -1,4 +1,4 @@
-"""`ppctl doctor` says yes where the request trains, and names the reason where it would not."""
+"""`ppctl doctor` passes if the request trains, and names the reason otherwise."""
 
 import json
 import os

@@ -47,7 +47,7 @@ def test_every_example_composes(command, capsys):
         "generate",
         "evaluate",
         "stop",
-    ):  # all is right but what is not there
+    ):  # only a missing file is wrong
         assert cli.main(words) == 2
         assert re.search(
             r"(DIR|tiny).* (is no run|is not there|has no config.json)", capsys.readouterr().err

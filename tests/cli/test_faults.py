@@ -291,7 +291,7 @@ def test_evaluations_without_held_out_data_are_refused_equally_by_all_commands(
 @pytest.mark.parametrize("command", ["train", "doctor", "bench", "generate", "evaluate", "export"])
 def test_an_absent_platform_is_named_in_one_line(monkeypatch, capsys, command):
     def missing(*_):
-        raise AssertionError  # as JAX raises without a plugin for the platform
+        raise AssertionError  # JAX's error without a plugin for the platform
 
     for name in ("devices", "local_devices", "process_index", "process_count"):
         monkeypatch.setattr(jax, name, missing)

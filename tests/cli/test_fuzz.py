@@ -1,4 +1,4 @@
-"""A few requests of `python tests/fuzz.py`, and that it finds what it looks for."""
+"""A few requests of `python tests/fuzz.py`, and the faults that it finds."""
 
 import json
 from collections import Counter

@@ -93,12 +93,12 @@ def test_data_of_a_run_are_found_from_another_directory(here, tmp_path, monkeypa
     assert "data.path=text.txt: No such file" in capsys.readouterr().err
 
 
-ANSWER = [[104], [105], [7], [104]]  # "hi", and what is there behind it
+ANSWER = [[104], [105], [7], [104]]  # "hi", and the bytes after it
 
 
 @pytest.fixture
 def answering(here, tmp_path, monkeypatch):
-    """What `ppctl generate` of the run, changed by a function, answers where the model says ANSWER."""
+    """Return a function that changes the run and runs `ppctl generate`, where the model prints ANSWER."""
 
     def generated(change, *words):
         shutil.copytree(here / "run", tmp_path / "run", dirs_exist_ok=True)

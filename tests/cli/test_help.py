@@ -1,4 +1,4 @@
-"""What is shown: help, the composed config."""
+"""Help, and the composed config."""
 
 from __future__ import annotations
 

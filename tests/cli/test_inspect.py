@@ -1,4 +1,4 @@
-"""`ppctl inspect`: what it counts stands in the compiled text, and its ticks are those that run."""
+"""`ppctl inspect`: counts equal the compiled text, and ticks equal the executed ones."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ TINY = (
     "model=mlp model.num_layers=4 model.d_model=16 data=regression data.batch_size=16 "
     "data.num_rows=1024 schedule.num_microbatches=4 run.platform=cpu run.dtype=float32"
 )
-ROWS = 4  # of a microbatch
+ROWS = 4  # elements of a microbatch
 
 
 def ask(capsys, words, code=0):
-    """What is printed on stdout, or on stderr where the request is refused."""
+    """Return stdout, or stderr if the request is refused."""
     assert cli.main(["inspect", *TINY.split(), *words.split()]) == code
     return capsys.readouterr()[code == 2]
 
@@ -47,10 +47,7 @@ def instructions(hlo, kind):
 @pytest.mark.parametrize(
     ("words", "hops"),
     [
-        (
-            "mesh=1x2 schedule=zb_v executor.remat=layer",
-            1,
-        ),  # of two ranks either is next to the other
+        ("mesh=1x2 schedule=zb_v executor.remat=layer", 1),  # two ranks are neighbours both ways
         full(("mesh=1x4 schedule=eager_1f1b executor.remat=full", 2)),
         full(("mesh=1x2x2 schedule=interleaved executor.remat=none", 2)),
     ],

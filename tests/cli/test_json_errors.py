@@ -67,7 +67,7 @@ def raising(error):
 def test_kinds_are_stable_words_that_the_page_lists(error, served, capsys, monkeypatch):
     monkeypatch.setattr(sys.modules["ppctl.cli.commands.train"], "train", raising(error))
     code, out, err = outcome(capsys, "train", "--json")
-    if isinstance(error, errors.ElsewhereError):  # another process says it
+    if isinstance(error, errors.ElsewhereError):  # another process prints it
         assert (code, out, err) == (2, "", "")
         return
     kind = json.loads(out)["error"]["kind"]

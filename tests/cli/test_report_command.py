@@ -1,4 +1,4 @@
-"""`ppctl report`: the page of one run, what is said of damaged ones, faults, size and speed."""
+"""`ppctl report`: the page of one run, notes on damaged ones, faults and size."""
 
 from __future__ import annotations
 

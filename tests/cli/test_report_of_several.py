@@ -1,4 +1,4 @@
-"""`ppctl report` of several runs: what differs, labelled curves, what is said of all."""
+"""`ppctl report` of several runs: differences, labelled curves, common notes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ppctl runs rm`: what it removes, what it asks, and all that it refuses, which then is as it was."""
+"""`ppctl runs rm`: removed runs, the question, and refused runs, which stay unchanged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BY_PATH = BY_USER | {"PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 def files():
-    """Every path here, links not followed, with what it holds."""
+    """Return every path below the current directory with its content; links are not followed."""
     return {
         path: os.readlink(path)
         if path.is_symlink()
@@ -51,7 +51,7 @@ def refused(capsys, *words):
     return err.removeprefix("ppctl: ").rstrip()
 
 
-# --- what they do -------------------------------------------------------------------------------
+# --- removal and stops -------------------------------------------------------------------------------
 
 
 def test_rm_removes_only_the_named_runs(capsys):
@@ -125,7 +125,7 @@ def test_on_a_terminal_one_question_covers_all_runs(answer, code, is_there):
     assert [Path("runs", name).exists() for name in ("a", "b")] == [is_there] * 2
 
 
-# --- what they refuse ---------------------------------------------------------------------------
+# --- refused ---------------------------------------------------------------------------
 
 
 def test_a_run_that_a_process_records_stays(capsys):

@@ -188,7 +188,7 @@ def test_a_name_may_be_a_path_a_name_or_a_part_that_is_unique(capsys):
         "./runs/ab/": "runs/ab",
     }.items():
         assert ask_json(capsys, "show", name)["name"] == expected
-    os.mkdir("ab")  # beside runs, and no run
+    os.mkdir("ab")  # next to runs, and not a run
     assert ask_json(capsys, "show", "ab")["name"] == "ab"
     assert ask_json(capsys, "show", "lr", "runs/sweep")["name"] == "lr=1"
 
@@ -251,7 +251,7 @@ def test_a_run_with_relative_paths_is_resumed_from_where_it_was_started(
     there, _, line = command.partition(" && ")
     assert shlex.split(there) == ["cd", str(here)]
     assert shlex.split(line)[:2] == ["ppctl", "train"]
-    assert "run.dir" not in line  # which is relative to that directory, too
+    assert "run.dir" not in line  # relative to that directory, too
     os.rename(run_dir, tmp_path / "b")
     assert f"run.dir={tmp_path}/b" in ask_json(capsys, "show", "b", str(tmp_path))["resume"]
 

@@ -1,4 +1,4 @@
-"""`ppctl runs` says how runs ended that were killed, interrupted or failed."""
+"""`ppctl runs` shows the ends of killed, interrupted and failed runs."""
 
 from __future__ import annotations
 

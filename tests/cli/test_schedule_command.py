@@ -28,7 +28,7 @@ def empty_directory(tmp_path, monkeypatch):
 
 
 def ask(capsys, line):
-    """What a command line prints on stdout; it must succeed."""
+    """Return the stdout of a command line, which must succeed."""
     assert cli.main(["schedule", *line.split()]) == 0
     return capsys.readouterr().out
 

@@ -53,7 +53,7 @@ def test_sizes_that_a_schedule_refuses_are_gaps_with_a_note(capsys):
     assert "num_microbatches=6 is not a multiple of num_ranks=4" in refused[4, 6]
     assert cli.main(["schedule", "curves", *line.split()]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"^4 +\d+\.\d% *$", shown, re.MULTILINE)  # m=4: p=4 alone
+    assert re.search(r"^4 +\d+\.\d% *$", shown, re.MULTILINE)  # m=4: only p=4
     assert "p=4 m=6: num_microbatches=6 is not a multiple" in shown
 
 

@@ -1,4 +1,4 @@
-"""What a start does not import: each of these packages would delay the first result."""
+"""Packages that a start does not import: each would delay the first result."""
 
 import os
 import subprocess

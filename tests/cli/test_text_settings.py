@@ -1,4 +1,4 @@
-"""Text settings are what was typed: on the command line, in sweeps, and in YAML files."""
+"""Text settings are kept as typed: on the command line, in sweeps, and in YAML files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ppctl tokenize`: what it writes, trains a model with data=text, and what it refuses."""
+"""`ppctl tokenize`: its files train a model with data=text, and refused requests."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ MPMD = replace(
 
 
 def verified(request, capsys):
-    """(exit code, what was found of the train steps)."""
+    """Return (exit code, the comparison of the train steps)."""
     code = verify.verify(request, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] is (code == 0)
@@ -171,7 +171,7 @@ def undone_from_the_next_state(monkeypatch):
 
 
 def begun_from_the_wrong_state(monkeypatch):
-    """The step behind one that is undone goes on from the update that was thrown away."""
+    """The step after an undone one continues from the discarded update."""
     wrong = lambda self, state, batch: self.run_step(self.walk("try"), state.state, batch)
     monkeypatch.setattr(PostValidated, "step", wrong)
 

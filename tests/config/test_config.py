@@ -1,4 +1,4 @@
-"""Every choice composes, and what it composes is what config says."""
+"""Every choice composes to the settings of its class."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NEEDS = {
     ("schedule", "csv"): [f"schedule.path={ROOT}/tests/golden/1f1b_p4_m8.csv"],
     ("partition", "explicit"): ["partition.layers=[1,1,1,1,1,1,1,1]"],
 }
-SIZES = [name for name in options("model") if "_" in name]  # of models that people know
+SIZES = [name for name in options("model") if "_" in name]  # sizes of well-known models
 CHOICES = [
     (part, option)
     for part in PARTS
@@ -170,7 +170,7 @@ def test_settings_load_no_schedule_family():
     command = [sys.executable, "-c", loaded]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     rules = (
-        "ppctl.schedule.ir",  # of ppctl itself: a schedule shows its chart in notebooks
+        "ppctl.schedule.ir",  # methods of ppctl itself: a schedule shows its chart in notebooks
         "ppctl.schedule.costs",  # their bounds
         "ppctl.schedule.remat",
         "ppctl.schedule.engine_traits",

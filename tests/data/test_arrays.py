@@ -1,4 +1,4 @@
-"""Data sets of whole arrays: what is held out, and what is refused."""
+"""Data sets of whole arrays: held-out examples and refused arrays."""
 
 import numpy as np
 import pytest

@@ -35,7 +35,7 @@ def same(a, b):
 
 
 def recorded(dataset):
-    """The data set, and the list to which every later read adds the example numbers asked for."""
+    """Return the data set, and a list of the example numbers that later reads request."""
     reads = []
     return dataclasses.replace(
         dataset, read=lambda examples: (reads.append(examples), dataset.read(examples))[1]
@@ -47,7 +47,7 @@ def example_numbers(dataset):
 
 
 def two_epochs(dataset):
-    """The example numbers [2, num_examples] in the order in which they are met."""
+    """Return the example numbers [2, num_examples] in their order."""
     num = dataset.num_examples
     batches = take(example_numbers(dataset).batches(), -(-2 * num // dataset.batch_size))
     return np.concatenate([batch["inputs"] for batch in batches])[: 2 * num].reshape(2, num)

@@ -1,4 +1,4 @@
-"""Documents in files as people have them, what is broken in them, and the cache of their ids."""
+"""Documents in files of many kinds, broken files, and the cache of token ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A held-out file of its own: data.eval_path."""
+"""A separate held-out file: data.eval_path."""
 
 import json
 

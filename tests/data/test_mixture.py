@@ -1,4 +1,4 @@
-"""Several parts by weights: shares, epochs of each, what is held out, and where a run goes on."""
+"""Several parts by weights: shares, epochs of each, held-out examples, and resumes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ppctl.errors import ConfigError, DataError
 
 
 def met(dataset, num_batches, start=0):
-    """The numbers of examples in the order in which they are met."""
+    """Return the numbers of examples in their order."""
     numbers = []
     spied = dataset.__class__(**{**dataset.__dict__, "read": lambda n: {"inputs": n}})
     for batch in itertools.islice(spied.batches(start), num_batches):

@@ -1,4 +1,4 @@
-"""How documents are packed into sequences, and what a batch of them is."""
+"""Documents packed into sequences, and their batches."""
 
 from __future__ import annotations
 

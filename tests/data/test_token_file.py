@@ -1,4 +1,4 @@
-"""Token files: what is accepted, how windows are cut, and what is refused."""
+"""Token files: accepted and refused ones, and their windows."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ HOSTILE = {  # headers, which numpy reads as the text of a Python literal
 def test_a_header_that_is_made_to_harm_its_reader_is_refused(build, tmp_path, monkeypatch, kind):
     monkeypatch.chdir(tmp_path)
     header = HOSTILE[kind].encode()
-    # what numpy would unpickle, were it let
+    # numpy would unpickle it if allowed
     content = (
         b"\x93NUMPY\x01\x00"
         + len(header).to_bytes(2, "little")

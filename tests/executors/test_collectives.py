@@ -118,7 +118,7 @@ def test_each_collective_names_the_axes_of_its_devices():
     }
 
 
-GROUPS = {  # as compilers write them, of devices x=2, y=3
+GROUPS = {  # groups as compilers write them; devices x=2, y=3
     "replica_groups={{0,3},{1,4},{2,5}}": ("x",),
     "replica_groups={{0,1,2},{3,4,5}}": ("y",),
     "replica_groups=[2,3]<=[6]": ("y",),
@@ -147,7 +147,7 @@ def test_bytes_of_an_unknown_number_of_turns_are_unknown():
     assert unknown.all_bytes is None
 
 
-# A gather beside a product, one beside a fusion without any, one in a loop beside another's.
+# A gather during a product, one during a fusion without any, one in a loop during another's.
 BESIDE = """\
 %products (p: f32[8]) -> f32[8] {
   ROOT %d = f32[8]{0} dot(%p, %p)

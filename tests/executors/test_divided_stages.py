@@ -19,7 +19,7 @@ from ppctl.model.stack import init
 from ppctl.schedule.mesh_axes import MeshSizes
 
 WIDE = {"head_dim": 6, "family": "gemma3"}
-HALF = {"fraction": 0.5}  # of the dims of a head turn
+HALF = {"fraction": 0.5}  # share of a head's dims that rotate
 CAPPED = {"attention_softcap": 1.5, "logit_softcap": 2.0, "family": "gemma2", "num_kv_heads": 1}
 # every value of each setting, in both executors, and lengths and vocabularies that nothing divides
 CASES = {
@@ -113,7 +113,7 @@ def every_mesh():
         } | ({"context": "ring"} if executor == "mpmd" and i % 3 else {})
         how["num_microbatches"] = (
             max(2, mesh["pp"]) if schedule == "interleaved" else 2
-        )  # of which it has whole groups
+        )  # the device has whole groups of them
         name = " ".join(
             [*(f"{axis}{size}" for axis, size in mesh.items()), executor, schedule, remat]
         )
@@ -125,7 +125,7 @@ SLOW = (
     "cp2 full",
     "tp4 kv2 fsdp2 layer",
     "tp2 cp2 norm of all heads, turned in part",
-)  # whose parts the others, and the divided vocabulary's, have
+)  # the others and the divided vocabulary's have its parts
 SELECTED = [full(case) if name in SLOW else case for name, case in CASES.items()]
 
 
@@ -150,8 +150,8 @@ PATTERN = {
     "window": 3,
     "window_pattern": "WWF",
     "rope": {"local_theta": 100.0},
-}  # of four layers the third is without
-# two chunks of a rank with a switch between two functions; programs of their own; the split
+}  # the third of four layers has none
+# two chunks of a rank with a switch between two functions; separate programs; the split
 # backward
 UNLIKE = [
     *map(

@@ -234,7 +234,7 @@ def test_an_impossible_dropout_rate_is_refused(rate):
 
 
 def drawing_network():
-    """Three layers, of which the first two drop, and the last two add the same noise."""
+    """Return a stack of three layers: the first two drop, and the last two add the same noise."""
 
     def init(key):
         return [0.3 * jax.random.normal(k, (6, 6)) for k in jax.random.split(key, 3)]

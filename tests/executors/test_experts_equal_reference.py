@@ -95,7 +95,7 @@ def possible(values):
 
 
 def pairwise():
-    """Cases in which every possible pair of values occurs."""
+    """Yield cases that cover every possible pair of values."""
     wanted = {
         ((a, v), (b, w))
         for a, b in itertools.combinations(sorted(FACTORS), 2)

@@ -240,7 +240,7 @@ def test_the_step_of_adapters_has_no_product_of_the_shape_of_a_frozen_weight():
         "8x16",
         "16x32",
         "32x16",
-    }  # of a block, of embedding and head; of keys transposed
+    }  # matrices of a block, of embedding and head; keys transposed
 
     def made(stack):
         text = pipe_of(stack, batch, schedule="zb_h1").engine.lower_train_step().as_text()

@@ -1,5 +1,5 @@
-"""A forward and a backward as one program (executor.fuse=fb): the reference's numbers, and what the
-compiler for GPUs puts between the start and the end of each send.
+"""A forward and a backward as one program (executor.fuse=fb): the reference's numbers, and the
+operations that the compiler for GPUs runs during each send.
 """
 
 import pytest
@@ -73,7 +73,7 @@ def test_both_orders_of_a_pair_are_programs_and_a_second_step_compiles_nothing()
     assert engine.runtime.compiled == before
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- refused ------------------------------------------------------------------------------
 
 
 REFUSED = {

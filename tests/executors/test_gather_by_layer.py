@@ -141,8 +141,8 @@ def test_two_of_eight_layers_are_whole_in_memory_as_planned(executor):
         job.pipe.engine.compile(evaluate=False)
         compiled[gather] = max(sum(of_rank.values()) for of_rank in job.pipe.memory())
     layer = 4 * (256 * 256 + 256)
-    assert compiled["step"] - compiled["layer"] > 5 * layer  # of 8 two are whole
-    # a quarter of each is counted as copied, and two layers beside all gradients before they are
+    assert compiled["step"] - compiled["layer"] > 5 * layer  # two of 8 layers are whole
+    # a quarter of each is counted as copied, and two layers on top of all gradients before they are
     # added
     assert planned["step"] - planned["layer"] == pytest.approx((8 - 2 - 8 / 4) * layer, rel=0.02)
     assert planned["step"] == pytest.approx(compiled["step"], rel=0.1)
@@ -169,12 +169,12 @@ def compiled_for_gpus(**changes):
 def test_on_gpus_the_gather_of_the_next_layer_overlaps_the_current_one(unroll):
     bodies = {"tick_forward": 0, "tick_backward": 0}
     for body in compiled_for_gpus(remat="none", unroll=unroll).values():
-        order = []  # of the compiler's schedule
+        order = []  # instructions in the compiler's order
         for line in body:
             op = re.search(r" = .*? ([a-z-]+)\(", line)
             if op and op[1] in ("all-gather-start", "all-gather-done"):
                 order.append(op[1].removeprefix("all-gather-"))
-            elif op and op[1] == "all-gather":  # beside which nothing computes
+            elif op and op[1] == "all-gather":  # without a computation at the same time
                 order += ["start", "done"]
             elif op and op[1] == "custom-call" and ("gemm" in line or "matmul" in line):
                 order.append("product")
@@ -192,7 +192,7 @@ def test_on_gpus_the_gather_of_the_next_layer_overlaps_the_current_one(unroll):
             assert order[0] == "start", order
             assert order[-1] == "done", order
             continue
-        # the first is waited for; then each travels beside the products of a layer, and none before
+        # the first is waited for; then each overlaps the products of a layer, and no earlier ones
         # the one before it
         for number in range(1, gathers):
             start, done = (

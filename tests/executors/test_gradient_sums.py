@@ -71,7 +71,7 @@ def test_gradient_sums_with_a_chunked_head_equal_autodiff(is_tied, chunks):
 
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_the_gradient_of_a_head_by_chunks_is_no_array_by_itself(is_tied, chunks):
-    """Before the chunks, or behind them: the sum goes through their loop, in its own precision."""
+    """Before the chunks or after them: the sum goes through their loop in its precision."""
     embed_head, y, targets = arrays(is_tied, "bfloat16")
     total = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), embed_head)
     jaxpr = jax.make_jaxpr(lambda *args: add_head_grads(head(is_tied), *args))(
@@ -89,7 +89,7 @@ def test_the_gradient_of_a_head_by_chunks_is_no_array_by_itself(is_tied, chunks)
     assert made == ["scan"]
 
 
-HEADS = {  # of embed_head {"scale", "w"}, y [4, 3], targets [4, 3]
+HEADS = {  # arguments: embed_head {"scale", "w"}, y [4, 3], targets [4, 3]
     "a scalar and an array that are not read": lambda embed_head, y, t: (
         jnp.square(y - t).sum(),
         y.size,

@@ -115,7 +115,7 @@ def test_initial_weights_do_not_depend_on_the_layout(size):
     stack, layout = make_stack("mlp", 8), layout_of(size)
     make_staged = lambda: layout.to_staged(init(stack, 3))
     shardings = layout.shardings(layout.staged_specs(jax.eval_shape(make_staged)))
-    # as a run makes them: sharded from the start
+    # made like in a run: sharded from the start
     staged = jax.jit(make_staged, out_shardings=shardings, compiler_options=SAME_BITS)()
     assert bits(layout.to_natural(jax.tree.map(np.asarray, staged))) == bits(initial(8, 3))
 

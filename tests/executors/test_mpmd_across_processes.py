@@ -26,9 +26,9 @@ pytestmark = [
     pytest.mark.full,
 ]  # make test: four processes of tests/promises/test_goes_on.py
 WORKER = Path(__file__).parents[1] / "support/mpmd_worker.py"
-LIMIT_S = 600  # of a machine that does much else
+LIMIT_S = 600  # seconds, for a busy machine
 MLP = {"model": "mlp", "num_layers": 6, "num_microbatches": 4, "batch_size": 16, "remat": "layer"}
-# (processes, devices of each) -> name -> (settings of the case, of what the worker does)
+# (processes, devices of each) -> name -> (settings of the case, the worker's actions)
 LAUNCHES = {
     (4, 1): {
         "many chunks and microbatches, late hosts": (
@@ -47,7 +47,7 @@ LAUNCHES = {
         ),
         "a split backward, no barrier": (
             {"schedule": "zb_h1", "mesh": (1, 4, 1)},
-            {"post_validation": True, "clip_norm": 2.0},  # which one step of three meets
+            {"post_validation": True, "clip_norm": 2.0},  # reached by one step of three
         ),
     },
     (2, 2): {
@@ -65,7 +65,7 @@ LAUNCHES = {
                 "clip_norm": 3.2,
                 "evaluate": True,
                 "round_trip": True,
-            },  # which one step meets
+            },  # reached by one step
         )
     },
     (4, 2): {

@@ -57,7 +57,7 @@ FAMILY_CASES = [
     [
         case
         if case.schedule in ("dualpipe_v", "looped_bfs")
-        else full(case)  # what unlike all of DEFAULT is in
+        else full(case)  # features that no case of DEFAULT has
         for case in FAMILY_CASES
     ],
     ids=name_of,

@@ -1,6 +1,4 @@
-"""What the mpmd executor runs: in which order, with which collectives, how much it keeps, how often
-it compiles.
-"""
+"""The mpmd executor's order, collectives, kept arrays and number of compilations."""
 
 import re
 import weakref

@@ -82,7 +82,7 @@ def check(name, auto, loss_and_grads):
         *map(jax.tree.leaves, (pieces.to_parts(pieces.from_parts(found_grads)), found_grads)),
         strict=True,
     ):
-        np.testing.assert_array_equal(a, b)  # what is no parameter has no gradient
+        np.testing.assert_array_equal(a, b)  # constants have no gradient
 
 
 SPMD = [

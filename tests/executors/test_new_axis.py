@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What a process with the axis printed: see support.toy_axis."""
+    """Return the output of a process with the axis: see support.toy_axis."""
     script, path = ROOT / "tests/support/toy_axis.py", os.pathsep.join((f"{ROOT}", f"{ROOT}/tests"))
     done = subprocess.run(
         [sys.executable, script],
@@ -68,7 +68,7 @@ def test_inspect_names_it(found):
     assert "mesh=1x2 mesh.xp=2 (dp=1, pp=2, fsdp=1, xp=2)" in text
     assert re.search(r"all-gather +xp ", text), text
     assert re.search(r"reduce-scatter +xp ", text), text
-    assert re.search(r"all-reduce +xp +1 +1 +232 B", text), text  # what xp does not divide
+    assert re.search(r"all-reduce +xp +1 +1 +232 B", text), text  # sizes that xp does not divide
 
 
 def test_the_setting_of_a_new_axis_is_composed_explained_and_checked(found):

@@ -230,7 +230,7 @@ def test_residuals_depend_on_the_microbatch_and_each_is_kept_once():
     x = jnp.asarray(np.random.default_rng(0).standard_normal(shape))
     B, T, D = shape
     programs = Stage(layer, Remat.NONE, w, jax.ShapeDtypeStruct(shape, x.dtype)).layers[0]
-    hidden = 2 * D  # of the MLP
+    hidden = 2 * D  # width of the MLP
     # x; value, the projection of the mixed values; query and key after their rotation, and the
     # mixed values, of 4 heads; the hidden values; the heads' weights
     of_heads = (B, T, 4, D // 4)

@@ -42,7 +42,7 @@ DEFAULT = [
     case("dualpipe_v", (8, 1, 1), remat="full"),
     case("zb_h1", (8, 1, 1), remat="layer"),
 ]
-MORE = [  # of `make test-full`; `make exhaustive` has the whole product
+MORE = [  # cases of `make test-full`; `make exhaustive` has the whole product
     *(
         case(name, (2, 2, 1), remat=REMATS[(i + 1) % 3], loops=i % 2 == 1)
         for i, name in enumerate(SINGLE_OP)
@@ -112,7 +112,7 @@ def test_nan_of_empty_slots_and_padding_goes_nowhere(name, remat):
     ].any()  # zero, so that padding stays zero for ever
 
 
-# --- what the program is made of ----------------------------------------------------------------
+# --- the program ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

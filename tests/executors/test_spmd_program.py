@@ -1,4 +1,4 @@
-"""What the spmd program is made of: its size, its memory, and where its collectives stand."""
+"""The spmd program: its size, memory and collectives."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def test_gradients_are_scattered_by_layer_before_stacking(unroll):
         if eqn.primitive.name == "reduce_scatter"
     ]
     assert len(scattered) >= case.num_layers // case.mesh[1]
-    assert max(scattered) == 2  # of a layer's matrix
+    assert max(scattered) == 2  # width of a layer's matrix
 
 
 # --- slots of layers ----------------------------------------------------------------------------
@@ -62,7 +62,7 @@ def test_only_slots_that_some_rank_leaves_empty_are_in_conditions():
     assert conditions((2, 4, 2, 2)) == even + 2 * of_a_slot
 
 
-# --- a rank alone -------------------------------------------------------------------------------
+# --- a single rank -------------------------------------------------------------------------------
 
 
 def run_alone(case, rank):

@@ -54,7 +54,7 @@ SLOW = (
     "chunks, cp",
     "mpmd, tied, capped, fsdp",
     "mpmd, remat=full, tp",
-)  # whose values the others have, but for cp
+)  # the others have its values, except cp
 
 
 def every_case():

@@ -1,6 +1,4 @@
-"""Options of XLA's compiler: which devices get which, what is refused, and what they change in a
-compiled program.
-"""
+"""Options of XLA's compiler: by device, refused ones, and their effect on a compiled program."""
 
 import os
 import re
@@ -107,7 +105,7 @@ def compiled_for_gpus(schedule="1f1b", ranks=8, flags="auto"):
 @needs_cuda_plugin
 @pytest.mark.parametrize("flags", ["none", "auto"])
 def test_sends_between_ranks_overlap_the_backward(flags):
-    order = []  # of the compiler's schedule
+    order = []  # instructions in the compiler's order
     for line in compiled_for_gpus(flags=flags).splitlines():
         op = re.search(r" = .* ([a-z-]+)\(", line)
         if op and op[1] in ("send", "send-done", "collective-permute-start", "collective-permute"):
@@ -143,8 +141,8 @@ def test_no_tick_copies_sums_of_gradients(schedule):
 
 @needs_cuda_plugin
 def test_gathers_of_weight_gradients_over_tp_overlap_products():
-    """In a backward of two layers: gathers of what weight gradients read start before a product and
-    end behind it.
+    """In a backward of two layers: gathers for weight gradients start before a product and end after
+    it.
     """
     request = config.Config(
         model=config.Transformer(
@@ -182,7 +180,7 @@ def test_gathers_of_weight_gradients_over_tp_overlap_products():
 @needs_cuda_plugin
 @pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 1), ("zb_h1", 2)])
 def test_layers_are_recomputed_one_at_a_time_and_cublas_adds_all_weight_gradients(schedule, ranks):
-    tokens, vocab_size = 4096, 16384  # of a microbatch
+    tokens, vocab_size = 4096, 16384  # rows of a microbatch
     request = config.Config(
         model=config.Transformer(num_layers=8, d_model=1024, num_heads=8, seq_len=tokens // 2),
         mesh=config.Mesh(1, ranks, 1),
