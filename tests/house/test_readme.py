@@ -45,7 +45,7 @@ OTHER_COMMANDS = {  # they compose no whole config
 SLOW = (
     "docs/models.md",
     "docs/quickstart.md",
-)  # what they show, README.md, docs/api.md and other tests run too
+)  # README.md, docs/api.md and other tests run the same code
 NEEDS_A_RUN = ("docs/runs.md",)  # its Python reads what `ppctl train recipes=tiny` left
 TUTORIAL = "docs/tutorial.md"  # a test below runs it and compares its outputs
 PICTURES = {  # docs/images/NAME.svg: settings of `ppctl schedule show`
@@ -61,7 +61,7 @@ def blocks(text, *languages):
 
 
 def transcripts(text):
-    """(command, what it printed) of every console block."""
+    """Yield (command, output) of every console block."""
     for block in blocks(text, "console"):
         for shown in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
             command, _, printed = shown.replace("\\\n", " ").partition("\n")
@@ -101,7 +101,7 @@ def composable():
         _, name, *words = shlex.split(command)
         of_a_project = not {"recipes=mine", "recipes=imported"}.isdisjoint(
             words
-        )  # which `ppctl init` and `import` write
+        )  # written by `ppctl init` and `import`
         if (
             name not in OTHER_COMMANDS
             and words
@@ -133,7 +133,7 @@ def schedule_commands():
         for command in commands(text)
         if command.startswith("ppctl schedule ")
     }
-    slow = ("schedule=auto", "curves", ".csv")  # each has tests of its own
+    slow = ("schedule=auto", "curves", ".csv")  # each has separate tests
     return sorted(command for command in found if not any(word in command for word in slow))
 
 
@@ -191,7 +191,7 @@ QUICK = tuple(
     "pages", [QUICK, *(full(((page,),)) for page in (*NEEDS_A_RUN, *SLOW))], ids=" ".join
 )
 def test_python_runs(pages, tmp_path):
-    """Those that take seconds in one process, each with names of its own."""
+    """Quick pages run in one process, each with separate names."""
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "0", "PYTHONPATH": paths}
     del environment["JAX_NUM_CPU_DEVICES"]  # a page's own mesh simulates its devices

@@ -182,7 +182,7 @@ def test_no_file_uses_private_names_of_jax():
     found = [
         f"{module}: {name}" for module in FILES for name in imported(module) if is_in(name, PRIVATE)
     ]
-    for module, tree in TREES.items():  # jax._src.x without an import of its own
+    for module, tree in TREES.items():  # jax._src.x without a separate import
         attributes = (
             ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)
         )

@@ -35,7 +35,7 @@ EXECUTE = {
             "schedule/__init__.py",
             "schedule/families/registry.py",
         ),  # names of ppctl's own
-        "cli/entry.py",  # of its commands
+        "cli/entry.py",  # files of its commands
         "training/pipeline/user_code.py",
     ),
 }

@@ -9,7 +9,7 @@ import ppctl
 
 ROOT = Path(ppctl.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-MOST_FILES, MOST_LINES = 20, 60  # of a folder; of a function
+MOST_FILES, MOST_LINES = 20, 60  # files of a folder; lines of a function
 PAGE = ROOT.parent / "docs/architecture.md"
 
 

@@ -67,7 +67,7 @@ def place(tmp_path, monkeypatch):
 
 
 def run(line, number, capsys):
-    """Run a line of the page, or of `import`, with a tiny step; return what it prints."""
+    """Run a line of the page, or of `import`, with a tiny step; return its output."""
     names = {"DIR": "model", "RUN_DIR": "base", "runs/NAME": "runs/adapters"}
     words = [names.get(word, word) for word in shlex.split(line, comments=True)[1:]]
     if words[0] == "train":

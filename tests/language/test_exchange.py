@@ -57,7 +57,7 @@ def test_imported_parameters_are_exported_bit_for_bit(name, tmp_path):
     assert {file.stat().st_mode & 0o777 for file in out.iterdir()} == {0o666 & ~umask()}
     shutil.rmtree(
         run / "source"
-    )  # as of a model that was trained from scratch: config.json is made of the settings
+    )  # like a model trained from scratch: config.json is made of the settings
     export_model(run, tmp_path / "made", dtype="bfloat16")
     made, given = (
         json.loads((each / "config.json").read_text())
@@ -271,7 +271,7 @@ def test_a_gguf_file_is_the_model_that_was_written(copy, tmp_path):
     writer.add_eot_token_id(5)
     for name, tensor in tensors.items():
         values = tensor.astype(np.float32)
-        if "q_proj" in name or "k_proj" in name:  # as llama.cpp writes them: pairs are neighbours
+        if "q_proj" in name or "k_proj" in name:  # llama.cpp's order: pairs are neighbours
             values = values.reshape(4, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
         writer.add_tensor(names.get_name(name, (".weight",)), values)
     writer.write_header_to_file()

@@ -65,7 +65,7 @@ def test_keys_of_mixtures_have_several_names_and_defaults():
         assert model_settings(of_hub | fraction) == model_settings(of["glm4_moe"])
     every_second = model_settings({**of["qwen3_moe"], "decoder_sparse_step": 2})
     assert every_second["moe"]["period"] == 2
-    assert every_second["mlp_width"] == 48  # of the layers between
+    assert every_second["mlp_width"] == 48  # indices of the layers between
 
 
 def test_a_bound_of_training_drops_no_token_of_a_text(tmp_path):

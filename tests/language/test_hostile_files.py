@@ -1,4 +1,4 @@
-"""Files of models that are damaged, or made to do damage: one line, and nothing is left behind."""
+"""Files of models that are damaged, or made to do damage: one line, and no file is left."""
 
 import json
 import os
@@ -294,7 +294,7 @@ def test_a_non_finite_tensor_is_refused_and_leaves_no_directory(tmp_path):
 
 def test_an_import_that_was_killed_begins_again(tmp_path):
     out = tmp_path / "run"
-    (out / ".part/checkpoints/0").mkdir(parents=True)  # as kill -9 leaves it
+    (out / ".part/checkpoints/0").mkdir(parents=True)  # state after kill -9
     (out / ".part/config.yaml").write_text("model:")
     import_model(MODEL, out)
     assert {file.name for file in out.iterdir()} == {

@@ -1,6 +1,4 @@
-"""A run keeps the tokenizer that it was trained with, for what is done with it when the original
-has moved.
-"""
+"""A run keeps the tokenizer that it was trained with, also after the original has moved."""
 
 import json
 from dataclasses import asdict, replace
@@ -39,7 +37,7 @@ def test_a_run_keeps_its_tokenizer(tmp_path, monkeypatch, capsys):
     assert cli.main([*TRAIN.split(), "run.num_steps=1"]) == 0
     assert (tmp_path / "run/source/tokenizer.json").read_text() == text
 
-    # a file that says the same otherwise is taken, and said to be another
+    # a file of the same tokens in another form is taken, with a note
     (tmp_path / "t/tokenizer.json").write_text(json.dumps(json.loads(text)))
     capsys.readouterr()
     assert cli.main([*TRAIN.split(), "run.num_steps=2"]) == 0
@@ -102,7 +100,7 @@ def test_a_run_keeps_the_configs_of_its_start_without_ids_of_another_tokenizer(
         (Tokens(path="x.npy"), True, Text(path="t"), "first/source"),
         (Tokens(path="x.npy"), True, Mixture(parts=[Part(path="t")]), "first/source"),
         (Tokens(path="x.npy"), True, Tokens(path="y.npy"), "first/source"),
-        (Tokens(path="x.npy"), True, Text(path="t", tokenizer="bytes"), "bytes"),  # told
+        (Tokens(path="x.npy"), True, Text(path="t", tokenizer="bytes"), "bytes"),  # noted
         (Tokens(path="x.npy"), False, Tokens(path="y.npy"), None),
         (Tokens(path="x.npy", tokenizer="bytes"), False, Text(path="t"), "bytes"),
         (Text(path="t"), False, Text(path="t"), "bytes"),

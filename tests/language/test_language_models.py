@@ -15,7 +15,7 @@ import ppctl
 from ppctl.training.pipeline import optimizers as optim
 from ppctl.training.pipeline.optimizers import init_state
 
-FIRST = ("llama3", "qwen2", "qwen3", "gemma2", "gemma3")  # which differ most
+FIRST = ("llama3", "qwen2", "qwen3", "gemma2", "gemma3")  # the families that differ most
 NAMES = sorted(MODELS, key=lambda name: name not in FIRST)
 
 
@@ -24,7 +24,7 @@ def compare(name, dtype, logits_within, loss_within, grads_within):
     inputs, targets = expected["ids"][:, :-1], expected["ids"][:, 1:]
     logits, loss, grads = computed(*read_model(name, dtype), inputs, targets, dtype)
     assert np.abs(logits - expected[f"logits_{dtype}"]).max() < logits_within
-    assert np.std(logits) > 0.5  # of logits around 1
+    assert np.std(logits) > 0.5  # absolute, of logits around 1
     assert loss == pytest.approx(float(expected[f"loss_{dtype}"]), rel=loss_within)
     assert_summaries(by_name(grads, name), expected, "grad", grads_within)
 
@@ -57,12 +57,12 @@ def test_packed_and_padded_sequences_have_the_logits_of_transformers(name, case)
     logits, loss, _ = computed(stack, params, given.inputs, given.targets, "float64")
     assert (
         np.abs(of_each(logits) - expected[f"{case}_logits"])[given.counts].max() < 1e-8
-    )  # of sums of 96 logits
+    )  # relative, of sums of 96 logits
     assert loss == pytest.approx(float(expected[f"{case}_loss"]), rel=1e-10)
     assert abs(loss - expected["loss_float64"]) > 1e-4
 
 
-PIPELINES = {  # of two stages or more, and four microbatches
+PIPELINES = {  # two stages or more, and four microbatches
     "llama3": {"mesh": (1, 2), "schedule": "1f1b"},
     "gemma3": {"mesh": (2, 3), "schedule": "zb_h1", "executor": "mpmd"},
     "qwen2": {"mesh": (1, 2), "schedule": "1f1b", "executor": "mpmd"},

@@ -51,7 +51,7 @@ def oracle():
 
 
 def live(name, dtype):
-    """The model by `transformers`, and in which context it computes."""
+    """Return the model of `transformers`, and the context for its computation."""
     import torch
 
     with in_double() if dtype == "float64" else contextlib.nullcontext():
@@ -150,7 +150,7 @@ def test_five_steps_of_ppctl_train_from_an_import_equal_a_pytorch_loop(
         [each["grad_norm"] for each in run.metrics], expected["norms"], rtol=1e-4
     )
 
-    # what is exported of it is what transformers has trained, and has the same logits
+    # its export equals the model trained by transformers, and has the same logits
     export_model(tmp_path / "run", tmp_path / "out", dtype="float32")
     model = load(tmp_path / "out")
     tensors = {key: tensor.detach().numpy() for key, tensor in model.named_parameters()}

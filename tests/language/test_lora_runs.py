@@ -305,7 +305,7 @@ def test_adapters_learn_other_answers_than_the_base_gives(tmp_path, monkeypatch)
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, for what PEFT calls
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # names of transformers, for those of PEFT
 @pytest.mark.parametrize("name", ["llama2", "qwen3", "gemma3"])
 def test_peft_loads_the_adapters_and_has_the_logits_of_the_merged_model(
     name, tmp_path, monkeypatch
@@ -439,7 +439,7 @@ def adapted(tmp_path_factory):
 def test_adapters_that_cannot_come_in_are_refused(
     adapted, tmp_path, monkeypatch, capsys, changes, words, message
 ):
-    """No setting of their file is dropped: it is read, has no effect, or ends the import."""
+    """No setting of their file is dropped: it is read, has no effect, or the import is refused."""
     shutil.copytree(adapted / "adapter", tmp_path / "adapter")
     (tmp_path / "base").symlink_to(adapted / "base")
     monkeypatch.chdir(tmp_path)

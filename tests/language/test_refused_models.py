@@ -1,4 +1,4 @@
-"""Directories that `ppctl import` refuses in one line, and files that it leaves alone."""
+"""Directories that `ppctl import` refuses in one line, and files that it ignores."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ def without(tensors, name):
     return {key: tensor for key, tensor in tensors.items() if key != name}
 
 
-MISTAKES = [  # changes of config.json, of tensors, what is said
+MISTAKES = [  # changes of config.json, changes of tensors, message
     (
         {"model_type": "phi3"},
         None,

@@ -18,11 +18,11 @@ from ppctl.data.tokenizer import load_tokenizer
 pytestmark = pytest.mark.full
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TEXT = (Path(__file__).parents[2] / "LICENSE").read_text()[:3000]
-# of TEXT and the token behind it, by transformers 5.23 and PyTorch 2.13; by llama.cpp 2.78132
+# perplexity of TEXT and the token after it, by transformers 5.23 and PyTorch 2.13; by llama.cpp 2.78132
 LOSS = 2.78146
 NUM_TOKENS = 585
 PROMPT = "Once upon a time, there was a"
-WITHIN = math.log(1.005)  # of a loss, where the perplexity may be off by 0.5 %
+WITHIN = math.log(1.005)  # tolerance of a loss: 0.5 % of the perplexity
 
 
 def ppctl(*words):
@@ -101,5 +101,5 @@ def test_perplexity_and_greedy_text_of_smollm2_equal_transformers(
             model(torch.asarray([[*prompt, *greedy["tokens"][:-1]]])).logits[0].argmax(-1).tolist()
         )
     assert abs(evaluated["loss"] - loss) < WITHIN
-    assert abs(evaluated["loss"] - loss) < 1e-3  # what is found is far less than what is allowed
+    assert abs(evaluated["loss"] - loss) < 1e-3  # the error is far below the tolerance
     assert likeliest[len(prompt) - 1 :] == greedy["tokens"]

@@ -56,7 +56,7 @@ Checkpoints._probe = probe
 cli.console_script()
 """
 )
-# The process has a directory of its own, as a machine that does not share it.
+# The process has a separate directory, like a machine that does not share it.
 ELSEWHERE = "import os; from ppctl import cli; os.chdir('elsewhere'); cli.console_script()"
 # The process cannot read its examples of the batch of step 6, and cannot tell before.
 BAD_BATCH = (

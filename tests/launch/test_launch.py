@@ -76,7 +76,7 @@ class Group:
             env=BY_USER,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # as one whose terminal is its own
+            start_new_session=True,  # in a session with a separate terminal
         )
 
     def __enter__(self):
@@ -236,7 +236,7 @@ def test_all_processes_finish_after_the_first_one(tmp_path):
 def test_a_stop_request_reaches_each_child_once_as_sigterm(tmp_path, number, code):
     with Group(tmp_path, SAVING, SAVING) as group:
         group.wait_until_ready()
-        os.killpg(group.popen.pid, number)  # as a terminal does; the children are not in this group
+        os.killpg(group.popen.pid, number)  # like a terminal; the children are not in this group
         ending, out, err = group.end()
     assert ending == Ending(code, True, None)
     assert sorted(out) == ["[0] saving after SIGTERM", "[1] saving after SIGTERM"]
@@ -281,7 +281,7 @@ def test_kill_9_of_the_starter_leaves_no_orphan(tmp_path):
 CRASH, KILLED, DONE = (Ending(code, False, None) for code in (1, 137, 0))
 
 
-# --- what is started ----------------------------------------------------------------------------
+# --- started processes ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Searches by Optuna: what is asked, told and kept, with programs that write what a run would."""
+"""Searches by Optuna: trials, results and records, with programs that write the files of runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOP = Path("runs/s")
 LR = {"optim.lr": FloatDistribution(1e-4, 1.0, log=True)}
 BEST = 0.03
 
-# what a run leaves: a loss that is least at BEST, and a last checkpoint
+# the files of a run: a loss that is least at BEST, and a last checkpoint
 RUNS = """
 import json, math, pathlib
 top = pathlib.Path({run_dir!r})
@@ -75,7 +75,7 @@ def test_the_sampler_comes_closer_than_chance():
     assert outcomes == ["finished"] * 30
     errors = [abs(math.log(job.values["optim.lr"] / BEST)) for job in jobs]
     assert study.best_value == pytest.approx(min(errors) ** 2)
-    assert sum(errors[20:]) < sum(errors[:10])  # which are drawn by chance
+    assert sum(errors[20:]) < sum(errors[:10])  # drawn at random
 
 
 def test_a_search_is_summed_up():

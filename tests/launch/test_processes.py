@@ -162,7 +162,7 @@ def test_a_process_that_stands_still_or_is_killed_has_a_name(tmp_path):
     events = tmp_path / "events.jsonl"
     words = ["run.slow_after_s=3", "run.heartbeat_s=20", f"run.on_event=tee -a {events}"]
     with processes(2, tmp_path / "run", *TWO, *words) as (lead, other):
-        lead.wait_for("step +400/")  # by then the other has told, more than once, where it is
+        lead.wait_for("step +400/")  # by then the other has sent its position more than once
         other.popen.send_signal(signal.SIGSTOP)
         lead.wait_for(
             r"ppctl: process 1 is slow: (running|reading the data of) step \d+ for \d+ s(, "

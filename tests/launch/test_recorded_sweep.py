@@ -38,7 +38,7 @@ def sweep(tmp_path, monkeypatch):
             words = ("recipes=tiny", *name.split(), "schedule.num_microbatches=4", "run.name=s")
             ending = {"status": end} | ({"reason": "disk full."} if end == "failed" else {})
             make(f"s/{place}", *words, started_s=1.0, ending=ending, loss=1000 * lr)
-            results.append(Result(job, "running"))  # as a killed sweep leaves it
+            results.append(Result(job, "running"))  # state after a killed sweep
         elif end == "refused":
             results.append(Result(job, "failed", ConfigError.exit_code, error="odd."))
         else:

@@ -65,7 +65,7 @@ def programs(monkeypatch, *texts):
 
 
 def told(sweep):
-    """(outcomes, signal, what the terminal was told)."""
+    """Return (outcomes, signal, output on the terminal)."""
     out = io.StringIO()
     outcomes, stop = run_jobs(sweep, Console(file=out, width=200))
     return outcomes, stop, out.getvalue()
@@ -79,7 +79,7 @@ def saved(job, step=NUM_STEPS, **changed):
 
 
 def other_settings(job):
-    """The differences for which the finished run in a job's directory is refused, or None."""
+    """Return the differences that refuse the finished run in a job's directory, or None."""
     try:
         check_finished(job.run_dir, job.config)
     except ConfigError as error:
@@ -206,7 +206,7 @@ def test_a_failing_job_ends_no_other_and_its_error_is_printed(monkeypatch, capfd
     assert [outcome.error for outcome in outcomes] == errors
     assert stop is None
     assert "job 0: run.seed=0: failed after" in text
-    assert "ppctl: step 3: loss=nan." in capfd.readouterr().err  # a job alone has the terminal
+    assert "ppctl: step 3: loss=nan." in capfd.readouterr().err  # a single job has the terminal
     out = io.StringIO()
     show_results(Console(file=out, width=200), outcomes)
     assert "4 jobs: 1 finished, 3 failed" in out.getvalue()

@@ -1,4 +1,4 @@
-"""What a sweep leaves: records, the table of them, the best job, the page with its figures."""
+"""The results of a sweep: records, their table, the best job, the page with its figures."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def schedules_of(family, size):
 
 
 def left(job, *steps, eval_loss=None):
-    """What a run writes; each step is (loss, seconds)."""
+    """Write the files of a run; each step is (loss, seconds)."""
     job.run_dir.mkdir(parents=True)
     records = [
         {
@@ -320,7 +320,7 @@ WORDS = (
 
 
 def run(*words):
-    """A sweep as a process of its own; each job is one more."""
+    """Run a sweep as a separate process; each job is one more."""
     argv = ["train", "-m", *WORDS.split(), *words]
     code = f"import sys; from ppctl.cli import main; print(main({argv!r}), 'jax' in sys.modules)"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

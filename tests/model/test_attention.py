@@ -114,7 +114,7 @@ def test_chunked_computes_only_the_blocks_of_a_window(monkeypatch):
         9: 15,
         10: 21,
         1: 8,
-    }  # of 8 blocks: a query at a block's start sees the one before
+    }  # number of 8 blocks: a query at a block's start sees the previous block
     assert {window: flops(window) / flops(1) * 8 for window in pairs} == pairs
 
 
@@ -266,7 +266,7 @@ CHOICES = [  # device, dtype, width of a head, tokens, kernel
     (V100, "float16", 64, 512, "xla"),
     (TPU, "bfloat16", 128, 2048, "pallas"),
     (TPU, "bfloat16", 64, 2048, "chunked"),
-    (TPU, "float64", 128, 512, "xla"),  # as `ppctl verify` asks for
+    (TPU, "float64", 128, 512, "xla"),  # dtype of `ppctl verify`
     (AMD, "bfloat16", 128, 512, "xla"),
     (CPU, "bfloat16", 64, 512, "xla"),
     (CPU, "float32", 64, 8192, "chunked"),

@@ -49,5 +49,5 @@ def test_a_ring_never_holds_the_keys_of_all_devices():
         compiled = divided(context, [shape] * 4).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    keys_bytes = 2 * shape.size * 4  # of keys and values of the whole sequence
+    keys_bytes = 2 * shape.size * 4  # bytes of keys and values of the whole sequence
     assert temp_bytes("gather") - temp_bytes("ring") > keys_bytes

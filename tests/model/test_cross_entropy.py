@@ -1,6 +1,4 @@
-"""Cross-entropy by chunks of tokens against the plain formula, forward and gradients, and what it
-takes of memory.
-"""
+"""Cross-entropy by chunks of tokens against the plain formula, forward and gradients, and its memory."""
 
 from functools import partial
 
@@ -113,4 +111,4 @@ def test_logits_of_a_large_vocabulary_exist_for_a_chunk_at_a_time():
 
     logits = 4 * tokens * vocab_size
     assert temporary(plain) >= logits
-    assert temporary(by_chunks) < 0.4 * logits  # eight chunks, and what is made of each beside it
+    assert temporary(by_chunks) < 0.4 * logits  # eight chunks, and the temporaries of one

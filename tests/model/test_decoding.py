@@ -1,4 +1,4 @@
-"""What is read piece by piece, with keys and values kept, equals what is read at once."""
+"""A text read piece by piece, with kept keys and values, gives the same logits as read at once."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_decoding_in_bfloat16_chooses_the_experts_of_the_whole_model():
     moe = ExpertSizes(**moe, score="sigmoid", choice_bias=True)
     stack = transformer(**SIZES, moe=moe, dtype=jnp.float32)
     params = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), init(stack, 0))
-    # as GLM-4.5's: near 7, with differences that bfloat16 lacks
+    # like GLM-4.5's: near 7, with differences that bfloat16 lacks
     bias = 7 + jnp.linspace(0, 0.015, 16, dtype=jnp.float32).reshape(2, 8)
     params["layers"]["router"] = params["layers"]["router"] | {"bias": bias}
     params["layers"]["router"]["kernel"] *= 1e-3

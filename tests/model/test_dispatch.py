@@ -95,7 +95,7 @@ def test_rows_beyond_the_bound_are_dropped_and_counted(way, capacity, load):
 def test_padding_is_sent_to_no_expert_and_takes_no_room(way):
     x, chosen, weights, matrices = numbers("one")
     wanted = computed(way, 1.3, x, chosen, weights, matrices)
-    # as many tokens of padding on each device, between its tokens
+    # an equal number of padding tokens on each device, between its tokens
     place = (np.arange(EP)[:, None] * 2 * M + np.array([0, 1, 4, 5, 7, 10])).reshape(-1)
     padded = [np.full((2 * len(a), *a.shape[1:]), fill) for a, fill in ((x, 9.0), (weights, 5.0))]
     padded.insert(1, np.full((2 * len(chosen), K), E, np.int32))

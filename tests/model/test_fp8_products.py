@@ -22,7 +22,7 @@ def wide(*shape):
 
 
 def rounded(a, axis, dtype=ml_dtypes.float8_e4m3fn):
-    """Oracle: (values in 8 bits, scale): the smallest power of 2 with which nothing overflows."""
+    """Oracle: (values in 8 bits, scale): the smallest power of 2 without overflow."""
     most = np.abs(a).max(axis, keepdims=True)
     scale = np.full(most.shape, 2.0**-140)
     while True:

@@ -1,4 +1,4 @@
-"""Adapters: what they begin as, what merging makes of them, and what is refused."""
+"""Adapters: initial values, merged weights, and refused settings."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""What the multi-layer perceptron computes."""
+"""The function of the multi-layer perceptron."""
 
 import jax
 import jax.numpy as jnp

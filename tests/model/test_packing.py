@@ -1,5 +1,5 @@
-"""Documents packed into sequences have the losses and gradients that they have alone, whatever runs
-the model.
+"""Documents packed into sequences have the losses and gradients of separate documents, with any
+executor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SIZES = {"num_layers": 2, "d_model": 12, "num_heads": 2, "activation": "swiglu",
 
 @pytest.fixture(scope="module")
 def documents():
-    """Documents of 1 to 20 tokens, each with the end behind it."""
+    """Return documents of 1 to 20 tokens, each followed by the end token."""
     draw = np.random.default_rng(0)
     return [
         np.append(draw.integers(1, VOCAB_SIZE, size=n), END)
@@ -81,7 +81,7 @@ def expected(documents):
 def test_packed_documents_have_the_losses_and_gradients_of_separate_documents(
     documents, expected, kernel, monkeypatch
 ):
-    monkeypatch.setattr(chunked_attention, "BLOCK", 6)  # of four blocks, the last one padded
+    monkeypatch.setattr(chunked_attention, "BLOCK", 6)  # four blocks, the last one padded
     stack = ppctl.transformer(
         vocab_size=VOCAB_SIZE, dtype=jnp.float64, packed=True, attention=kernel, **SIZES
     )
@@ -135,7 +135,9 @@ def test_packed_documents_equal_separate_ones_in_both_executors(
     documents, expected, executor, schedule, remat, axes
 ):
     batch = batch_of(documents)
-    rows = -len(batch["inputs"]) % 4  # of padding alone: as many for each microbatch and replica
+    rows = (
+        -len(batch["inputs"]) % 4
+    )  # rows of padding, equally many for each microbatch and replica
     batch = {
         name: np.pad(a, ((0, rows), (0, 0)), constant_values=NO_TOKEN) for name, a in batch.items()
     }
@@ -162,7 +164,7 @@ def there_and_back(kernel, q, k, v, documents):
 @pytest.mark.parametrize("scoring", [PLAIN, Scoring(softcap=5.0, window=40)])
 def test_the_kernel_of_tpus_keeps_documents_apart_too(scoring):
     draw = np.random.default_rng(1)
-    with jax.enable_x64(False):  # as Pallas's kernels lower
+    with jax.enable_x64(False):  # the platform of Pallas's kernels
         q, k, v = (
             jnp.asarray(draw.standard_normal((2, 128, heads, 128)), "float32")
             for heads in (4, 2, 2)

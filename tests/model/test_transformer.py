@@ -1,4 +1,4 @@
-"""What the transformer computes, from its public functions. Shape suffixes as in the model."""
+"""The function of the transformer, by its public functions. Shape suffixes as in the model."""
 
 import math
 
@@ -207,7 +207,10 @@ def test_the_gradient_of_a_tied_embedding_is_the_sum_of_both_its_uses():
     assert loss == pytest.approx(float(other_loss), rel=1e-13)
     both = np.asarray(other["embed_head"]["embedding"] + other["embed_head"]["head"].T)
     assert np.asarray(grads["embed_head"]["embedding"]) == pytest.approx(both, rel=1e-10, abs=1e-14)
-    for use in (other["embed_head"]["embedding"], other["embed_head"]["head"].T):  # neither alone
+    for use in (
+        other["embed_head"]["embedding"],
+        other["embed_head"]["head"].T,
+    ):  # one needs the other
         assert np.abs(np.asarray(grads["embed_head"]["embedding"] - use)).max() > 1e-3
 
 

@@ -15,10 +15,10 @@ def machine(tmp_path, monkeypatch):
 
 @pytest.fixture
 def tuned(machine, capsys):
-    """A function that tunes: (exit code, what was printed on stdout, on stderr)."""
+    """Return a function that tunes: (exit code, stdout, stderr)."""
 
     def run(*words, best=2):
-        """best: layouts, each of which is built to be predicted."""
+        """best: number of layouts that are built and predicted."""
         code = cli.main(["tune", *WORDS.split(), f"tune.best={best}", *words])
         return code, *capsys.readouterr()
 

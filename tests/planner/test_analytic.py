@@ -93,7 +93,9 @@ def test_an_axis_has_the_slow_link_where_any_of_its_groups_leaves_a_host(host_de
                 assert link == NEAR, (name, sizes)
                 continue
             in_host = line.shape[1] // max(len(set(group)) for group in line.tolist())
-            adapters = in_host if name in ("dp", "fsdp") else 1  # of its devices in a host
+            adapters = (
+                in_host if name in ("dp", "fsdp") else 1
+            )  # bytes between its devices in a host
             if name == "both":
                 assert link.latency_s == FAR.latency_s, sizes
             else:
@@ -180,7 +182,7 @@ def test_per_step_overhead_by_hand():
     # embedding and head of 480
     layout = PlannedLayout(MeshSizes(2, 2, 4), rank_layers=3, chunk_layers=3)
     # shares go round 4 devices in 3 messages, and round 8 in 7; parameters travel at half the size
-    # of gradients
+    # bytes of gradients
     gathered, layers = (3 * (0.001 + size / 4 / 100) for size in (180, 360))
     gathered_embed_head, embed_head = (7 * (0.01 + size / 8 / 10) for size in (240, 480))
     held = 360 / 4 + 480 / 8

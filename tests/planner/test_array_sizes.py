@@ -127,10 +127,10 @@ WORK = ModelWork(
 )
 PARAMS = ParamBytes(layer=40, embed_head=100, moments=2.0, compute_ratio=0.5)
 LAYOUT = PlannedLayout(MeshSizes(pp=2), rank_layers=6, chunk_layers=3)
-HEAD = 7 * 2 + 3  # of two examples
+HEAD = 7 * 2 + 3  # bytes of two examples
 BY_HAND = {
     ("none", True): 3 * 10 * 2
-    + HEAD,  # what a forward keeps of 3 layers, before it is in its slot, and the logits
+    + HEAD,  # residuals of 3 layers before they are in their slot, and the logits
     ("none", False): max(
         3 * 10 * 2 + HEAD, 6 * 2 + 3 * 40 // 2
     ),  # or the element-wise rest of a layer, and gradients

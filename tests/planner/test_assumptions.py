@@ -34,7 +34,7 @@ TEXT = {"model": TOKENS.model, "data": TOKENS.data}
 
 
 def said(request, *, is_timed=True):
-    """What a plan of the request assumes, as one text."""
+    """Return the assumptions of a plan of the request, as one text."""
     return "; ".join(assumptions(assemble(request, only_planned=True), is_timed=is_timed))
 
 
@@ -137,7 +137,7 @@ def test_the_kernel_of_attention_is_the_hardwares():
     fast = said(TOKENS)
     assert "attention=cudnn" in fast
     assert "801.4 in attention forward, 474.9 backward" in fast
-    other = said(replace(TOKENS, run=config.Run(dtype="float32")))  # which cuDNN does not compute
+    other = said(replace(TOKENS, run=config.Run(dtype="float32")))  # cuDNN does not compute it
     assert "attention=xla" in other
     assert "in attention" not in other
     away = config.Plan(compile=False, topology="h100:1x4")

@@ -122,7 +122,7 @@ def test_work_grows_with_the_examples_as_it_was_counted(name, dtype):
 def test_a_backward_from_the_input_of_a_layer_runs_all_products_again_but_the_last():
     layer = work_of_named("tied swiglu", jnp.float32).layer
     assert layer.redo == tuple([op for op in layer.forward if op.flops][:-1])
-    assert work_of(linear_model()).layer.redo == ()  # its backward needs its input alone
+    assert work_of(linear_model()).layer.redo == ()  # its backward needs only its input
 
 
 def test_examples_and_remat_of_the_request_do_not_matter():

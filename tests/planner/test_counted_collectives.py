@@ -40,7 +40,7 @@ def collectives(jaxpr, in_loop=False):
         is_scan = eqn.primitive.name == "scan"
         turns = (
             eqn.params["length"] if is_scan and in_loop else 1
-        )  # of a loop over layers in the loop over ticks
+        )  # turns of a loop over layers in the loop over ticks
         for inner in inner_jaxprs(eqn) * turns:
             yield from collectives(inner, in_loop or is_scan)
 
@@ -133,7 +133,7 @@ def test_gathering_by_layer_moves_each_layer_in_each_task_that_reads_it(remat, u
 def test_a_hop_sends_one_microbatch_between_layers(family):
     case = Case(family, (2, 2, 2), 4, num_layers=4, batch_size=32)
     plan, sizes, found = traced(case)
-    x_bytes = 8 * 16 * 8  # of an example: tokens, d_model, float64
+    x_bytes = 8 * 16 * 8  # bytes of an example: tokens, d_model, float64
     work, examples = replace(NO_WORK, x_bytes=x_bytes), 32 // 4 // 4
     found_times = op_times(planned_step(work, sizes, MACHINE, plan, examples=examples))
     hops = [num_bytes for name, _, num_bytes, _ in found if name == "ppermute"]

@@ -1,5 +1,5 @@
-"""What a plan counts of stages that tp and cp divide: their share of the work, and what their
-devices send.
+"""Planned costs of stages divided by tp and cp: their share of the work, and sends of their
+devices.
 """
 
 from functools import partial

@@ -50,7 +50,7 @@ def flops_of_experts(ops):
         (("mesh=1x2x1x4",), 1.0),
         (("mesh=1x2x1x4", "costs.expert_imbalance=1.5"), 1.5),
         (("mesh=1x2x1x4", "costs.expert_imbalance=1.5", "model.moe.capacity=1.25"), 1.25),
-        (("costs.expert_imbalance=1.5",), 1.0),  # a device alone computes all of its tokens
+        (("costs.expert_imbalance=1.5",), 1.0),  # a single device computes all its tokens
         (("mesh=1x2x1x4", "model.moe.dispatch=alltoall"), 1.0),
     ],
 )
@@ -79,7 +79,7 @@ def sent_bytes(words, ops):
 @pytest.mark.parametrize("ep", [2, 4])
 def test_gather_sends_every_token_to_every_device_and_back(ep):
     words = (f"mesh=1x2x1x{ep}",)
-    rows = T * D * VALUE  # of a device's tokens
+    rows = T * D * VALUE  # rows of a device's tokens
     routing = T * K * (WEIGHT + NUMBER)
     assert sent_bytes(words, layer_of(*words).forward) == (ep - 1) * (2 * rows + routing)
 

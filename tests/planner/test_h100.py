@@ -1,4 +1,4 @@
-"""Seconds by counting against what was measured on one H100 (2026-11-22), docs/benchmarks.md, "One
+"""Predicted against measured seconds on one H100 (2026-11-22), docs/benchmarks.md, "One
 H100".
 """
 
@@ -48,16 +48,16 @@ def test_products_are_as_fast_as_measured_in_the_step():
 
 def test_predicted_attention_takes_the_measured_time():
     forward_s, backward_s = (seconds(f"attention_{way}")[1] for way in ("forward", "backward"))
-    assert forward_s == pytest.approx(0.011, rel=0.1)  # of a step: 128 calls
+    assert forward_s == pytest.approx(0.011, rel=0.1)  # seconds a step: 128 calls
     assert backward_s == pytest.approx(0.031 + 0.006, rel=0.1)  # with its conversions
-    assert (forward_s + backward_s) / 128 == pytest.approx(0.403e-3, rel=0.1)  # both, alone
+    assert (forward_s + backward_s) / 128 == pytest.approx(
+        0.403e-3, rel=0.1
+    )  # seconds of both by themselves
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_the_predicted_step_is_near_the_one_measured_on_an_h100(remat):
-    """0.379 to 0.411 s were measured with more element-wise work than there is now, of which 0.345
-    may be left.
-    """
+    """0.379 to 0.411 s were measured with more element-wise work than now; about 0.345 s may be left."""
     time = predict_job(job("executor=spmd", f"executor.remat={remat}")).time
     assert 0.33 < time.total_s < 0.40
 

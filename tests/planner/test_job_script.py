@@ -22,7 +22,7 @@ from ppctl.planner.search.tuned_recipe import MARK
 from ppctl.schedule.mesh_axes import TEXT_AXES
 from ppctl.training.pipeline.known_hardware import known
 
-ODD = 'it\'s $HOME/$(pwd) $$ "q" a b'  # which shells and Kubernetes would read otherwise
+ODD = 'it\'s $HOME/$(pwd) $$ "q" a b'  # shells and Kubernetes would read it otherwise
 SIZES = [
     (1, Hosts(1, 1)),
     (4, Hosts(1, 4)),

@@ -1,5 +1,5 @@
-"""The search of layouts against predicting all of them: nothing better is missed, no bound is above
-what it bounds.
+"""The search of layouts against predicting all of them: no better layout is missed, no bound is above
+the exact value.
 """
 
 import gc
@@ -93,7 +93,7 @@ def some(seed, num_layers=None):
 
 
 def divided(model, tp, cp):
-    """The model as a device has it of whose stage tp and cp divide the work."""
+    """Return the model of a device whose stage tp and cp divide."""
     part = 1 / (tp * cp)
 
     def shared(piece):

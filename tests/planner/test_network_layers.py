@@ -53,6 +53,6 @@ def test_a_plan_lists_the_contents_of_each_layer(tmp_path, monkeypatch, capsys):
     )
     assert layers["1"]["operations"] == {"dot_general": 1, "add": 1}
     assert (layers["embedding"]["params"], layers["head"]["params"]) == ({}, {})
-    # forward and gradients of weights each a product; of the first layer's inputs there is no
+    # forward and gradients of weights each a product; the first layer's inputs have no
     # gradient to make
     assert layers["0"]["cost"] + layers["1"]["cost"] == 2

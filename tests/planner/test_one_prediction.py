@@ -17,7 +17,7 @@ from ppctl.planner.search import tune_layouts as tune_module
 from ppctl.schedule.families.registry import FAMILIES, ON_RING
 from ppctl.training.pipeline.job import assemble
 
-NUMBER = 30  # of random requests
+NUMBER = 30  # number of random requests
 TEXT = "model.seq_len=16 model.num_heads=2 data=synthetic data.vocab_size=64"
 ROWS = "model=mlp data=regression data.num_rows=512 data.eval_fraction=0.1 run.eval_batches=1"
 
@@ -106,7 +106,7 @@ def test_rows_of_tune_equal_plan_and_train_digit_for_digit(how, seed, monkeypatc
         assert plan.ideal_bubble_fraction == row.plan.ideal_bubble == train.ideal_bubble_fraction
         assert plan.predicted_bubble_fraction == row.plan.bubble == train.bubble_fraction
 
-    # of those that the search handed on, it had the seconds, and bytes that are no more
+    # the search predicted the seconds of these, and at most their bytes
     for candidate, row in searched:
         assert candidate.seconds == pytest.approx(row.step_s, rel=1e-9)
         assert candidate.least_bytes <= row.total_bytes * 1.01, candidate

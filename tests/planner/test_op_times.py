@@ -61,7 +61,7 @@ def test_all_tasks_together_are_all_layers_embedding_head_and_the_starts_of_task
     number = sum(
         1 + (is_split and task.kind == "B") for tasks in schedule.ranks for task in tasks
     )  # B costs I and W
-    # layers of the last stage run forward in the backward alone, which counts that; and is no task
+    # layers of the last stage run forward only in the backward, which counts that; and is no task
     if keeps_input:
         one += op_times.embed.forward_s - sizes[-1] * op_times.layer.forward_s
         number -= schedule.num_microbatches
@@ -88,7 +88,7 @@ def test_tasks_by_hand():
     assert kept.weight_grad_s == (200, 400, 0)
     assert kept.transfer_s == 7.0
     full = costs_of_stages(op_times, (1, 2, 0), keeps_input=True, split=True)
-    assert full.forward_s == (1 + 2 + 0.5, 2 * 2 + 0.5, 0)  # there is no such program
+    assert full.forward_s == (1 + 2 + 0.5, 2 * 2 + 0.5, 0)  # no such program
     assert full.input_grad_s == (20 + 110 + 1 + 0.5, 2 * 20 + 0.5, 333 + 0.5)
     assert full.weight_grad_s == (200.5, 400.5, 0.5)
     alone = costs_of_stages(op_times, (1,), keeps_input=True)
@@ -146,5 +146,5 @@ def test_shared_cores_that_are_never_idle_have_no_bubble(family, is_lockstep):
             assert time.pipeline_s == pytest.approx(tasks_s(schedule, costs) / capacity)
         assert time.pipeline_s <= before * (
             1 + 1e-12
-        )  # as many copies as capacities: the number does not matter
+        )  # one copy for each capacity: the number does not matter
         before = time.pipeline_s

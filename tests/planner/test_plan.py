@@ -1,6 +1,4 @@
-"""`ppctl plan`: what it says of memory is what arrays and compilers say, and what does not fit is
-refused.
-"""
+"""`ppctl plan`: its memory equals arrays and compilers, and layouts that do not fit are refused."""
 
 import json
 import os
@@ -22,7 +20,7 @@ from ppctl.training.pipeline.engines.step_memory import PARTS
 from ppctl.training.pipeline.job import assemble, partition_text
 
 COMPILE = config.Plan(compile=True)
-WIDE = config.MLP(num_layers=4, d_model=512)  # whose activations are larger than its table of ticks
+WIDE = config.MLP(num_layers=4, d_model=512)  # its activations are larger than its table of ticks
 MACHINE_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -151,7 +149,7 @@ def uneven(*sizes: int) -> dict[str, Any]:
 
 LARGE = replace(
     TINY.model, d_model=512
-)  # whose layers are larger than what a compiler adds to any program
+)  # its layers are larger than the compiler's additions to any program
 PREDICTED = {
     "spmd none": request("gpipe", remat="none", mesh=SMALL, model=LARGE),
     "mpmd none": request("zb_h1", executor="mpmd", remat="none", mesh=SMALL, model=LARGE),

@@ -151,7 +151,7 @@ def test_the_page_gives_the_reason_for_a_missing_chart(monkeypatch):
 
 
 def test_the_page_lists_assumptions_and_forwards_that_run_in_their_backward():
-    found, _, text = made("full")  # of remat=full
+    found, _, text = made("full")  # with remat=full
     said = Page(text).text
     assert "What this assumes" in said
     assert all(text in said for text in found.assumes)

@@ -84,7 +84,7 @@ def test_without_libtpu_it_is_named(capsys):
     ],
 )
 def test_a_topology_is_predicted_for_without_its_compiler(name, devices, limit, hosts, monkeypatch):
-    monkeypatch.setattr(training_job, "described_mesh", None)  # no compiler is asked
+    monkeypatch.setattr(training_job, "described_mesh", None)  # no compiler runs
     wanted = config.Plan(compile=False, topology=name)
     found = planned(request("zb_h1", executor="mpmd", plan=wanted))
     assert (found.devices, found.is_compiled, found.fits) == (devices, False, True)
@@ -95,7 +95,7 @@ def test_a_topology_is_predicted_for_without_its_compiler(name, devices, limit, 
     assert (found.memory_bytes, found.predicted_bytes) == (here.memory_bytes, here.predicted_bytes)
     if not hosts:
         assert found.step_time_s == here.step_time_s
-    else:  # of two GPUs each, and not of the eight that hardware=h100 has
+    else:  # hosts of two GPUs each, not of the eight of hardware=h100
         assert found.step_time_s > here.step_time_s
 
 

@@ -40,7 +40,7 @@ def nothing_measured(tmp_path, monkeypatch):
 
 @pytest.fixture
 def train(tmp_path, capsys):
-    """A function that trains: (what was printed, records of steps)."""
+    """Return a function that trains: (output, records of steps)."""
 
     def run(*words):
         assert cli.main(["train", *WORDS.split(), f"run.dir={tmp_path}/run", *words]) == 0
@@ -87,7 +87,7 @@ def test_of_unknown_hardware_no_time_is_predicted_and_it_trains(train, monkeypat
     assert len(records) == 3
     assert all(
         "predicted_step_time_s" not in record for record in records
-    )  # as all that is not known
+    )  # like every unknown number
     assert all(record["predicted_memory_bytes"] > 0 for record in records)
     first, last = (line for line in out.splitlines() if line.startswith("plan "))
     assert re.fullmatch(

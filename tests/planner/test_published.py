@@ -197,7 +197,9 @@ def test_flops_of_a_mixture_count_the_experts_of_a_token():
     pairs = 12 * 94 * 64 * 128 * 4096
     expected = 6 * (94 * matrices + 4096 * 151936) + pairs
     assert model.flops_of_token(4096, causal=False) == expected
-    assert expected * 4096 * 2048 / 256 / 19.7 == pytest.approx(245e12, rel=0.15)  # as the source
+    assert expected * 4096 * 2048 / 256 / 19.7 == pytest.approx(
+        245e12, rel=0.15
+    )  # the source's value
 
 
 @pytest.mark.full
@@ -321,7 +323,7 @@ def test_the_picture_and_the_tables_hold_the_compared_rows(few):
 
 @pytest.mark.full
 def test_a_file_is_predicted_by_the_program(tmp_path, few):
-    """Run from the repository's root, as docs/published.md says."""
+    """Run from the repository's root, as in docs/published.md."""
     file, program = tmp_path / "rows.json", "tests/benchmarks/published"
     file.write_text(json.dumps([row for row in GIVEN if row["id"] in (*FEW, "bigscience-930")]))
     run = lambda *words: subprocess.run(
@@ -349,9 +351,7 @@ def test_the_table_on_a_terminal_ends_with_refusals_and_errors(capsys, few):
 
 
 def test_the_search_of_partitions_tries_megatron_bridges_layout_of_llama_70b():
-    """From the partition that is balanced by costs, with the head as 1.2 layers; what it finds is
-    no slower.
-    """
+    """From the partition that is balanced by costs, with the head as 1.2 layers; the     result is no slower."""
     pp, chunks, number = 8, 5, 16
     layer, head = PieceTimes(1.0, 1.0, 1.0), PieceTimes(1.2, 1.2, 1.2)
     op_times = OpTimes(
@@ -404,7 +404,7 @@ def test_the_page_is_the_commands_output_and_reaches_its_bars():
 @pytest.mark.full
 @pytest.mark.parametrize("cluster", CLUSTERS, ids=lambda cluster: cluster.name)
 def test_tune_finds_no_slower_a_layout_than_was_published(cluster):
-    """In a process of its own, which simulates as many devices as the cluster has."""
+    """In a separate process, which simulates the devices of the cluster."""
     command = [sys.executable, clusters.__file__, cluster.name]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     line = re.fullmatch(

@@ -1,5 +1,5 @@
-"""Ranks run one by one on one device do what the engine dispatches, and the whole is simulated from
-their times.
+"""Ranks run one by one on one device run the dispatched tasks, and the step is simulated from their
+times.
 """
 
 import json
@@ -75,7 +75,7 @@ REQUESTS = {
     ),
     "copies": replace(SMALL, mesh=config.Mesh(1, 2, 2)),
 }
-ALL_ALIKE = Timing(1.0, 1e-9)  # as fast as one of them
+ALL_ALIKE = Timing(1.0, 1e-9)  # the speed of one of them
 
 
 def times(request, forward_s, backward_s, at_once=ALL_ALIKE):
@@ -133,7 +133,7 @@ def test_simulated_devices_run_a_rank_at_once_on_separate_values(monkeypatch):
     assert "all-" not in program.as_text()  # they send nothing
     clock = iter([1.0, 7.0])
     monkeypatch.setattr(time, "process_time", lambda: next(clock))
-    assert on.timed(lambda: None).cpu_s == 3.0  # of one of them
+    assert on.timed(lambda: None).cpu_s == 3.0  # seconds of one of them
 
 
 def test_cpu_seconds_that_all_ranks_at_work_share_are_more_for_few():
@@ -234,7 +234,7 @@ def test_sends_of_a_stages_devices_are_counted_besides_one_devices_computation()
     assert slow.found.sent_s == pytest.approx(6 * max(stages))
     assert slow.found.step_cpu_s == pytest.approx(
         4 * 3 * (0.25 + 0.25)
-    )  # of all devices of three ranks
+    )  # bytes of all devices of three ranks
 
 
 def test_sends_of_vocabulary_parts_are_counted_too():

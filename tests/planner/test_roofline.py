@@ -179,7 +179,7 @@ def test_kernels_of_attention_have_separate_speeds():
     )
     own = Speed(100.0, 1e30, attention_forward=50.0, attention_backward=25.0, cores=132)
     assert (own.seconds([forward], 1), own.seconds([backward], 1)) == (2.0, 4.0)
-    assert Speed(100.0, 1e30, cores=132).seconds([forward, backward], 1) == 2.0  # as products
+    assert Speed(100.0, 1e30, cores=132).seconds([forward, backward], 1) == 2.0  # like products
 
 
 def test_a_sum_is_a_separate_pass_unless_products_add_to_it():

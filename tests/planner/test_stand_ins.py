@@ -1,4 +1,4 @@
-"""A device of a divided stage alone: the same shapes as among others, and nothing is sent."""
+"""A single device of a divided stage: the same shapes as with the others, without sends."""
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,7 @@ def test_received_values_are_made_of_local_ones():
     beside, before = alone(gathers, AXES)(X)
     np.testing.assert_array_equal(np.asarray(beside)[:, :2], X)
     np.testing.assert_array_equal(np.asarray(before)[0], X)
-    assert not (np.asarray(before)[1] == X).all()  # of equal parts a compiler would make a view
+    assert not (np.asarray(before)[1] == X).all()  # a compiler would make a view of equal parts
     scattered, total = alone(sums, AXES)(X)
     np.testing.assert_array_equal(scattered, X[:3] + X[3:])
     np.testing.assert_array_equal(total, X)

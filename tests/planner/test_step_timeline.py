@@ -1,5 +1,5 @@
-"""The timeline of a step ends when its predicted time is over, and no task runs before what it
-reads.
+"""The timeline of a step ends when its predicted time is over, and no task runs before its
+inputs.
 """
 
 import random
@@ -45,9 +45,7 @@ def step_timeline(op_times, schedule, table, costs, copies):
 
 
 def check_order(timeline):
-    """Every rank runs one task at a time, in its order, after what it reads was written and has
-    crossed.
-    """
+    """Every rank runs one task at a time, in its order, after its inputs were written and sent."""
     schedule, num_stages = timeline.schedule, timeline.schedule.num_stages
     written = {value: (at_s, t.stage) for t, at_s in timeline.end_s.items() for value in writes(t)}
     assert set(timeline.start_s) == {task for tasks in schedule.ranks for task in tasks}
@@ -98,7 +96,7 @@ def test_ranks_that_share_a_core_in_a_tick_by_hand():
     schedule = build("gpipe", 2, 2)
     costs = costs_of_stages(op_times, (3, 1), keeps_input=False)
     timeline = step_timeline(op_times, schedule, ticks(schedule, costs, "none"), costs, 1)
-    # tick 0: 0F0 alone. Tick 1: 0F1 (3 s) beside 1F0 (1 s), which has half the core until it is
+    # tick 0: only 0F0. Tick 1: 0F1 (3 s) together with 1F0 (1 s), which has half the core until it is
     # done
     span = lambda *task: (timeline.start_s[Task(*task)], timeline.end_s[Task(*task)])
     assert span(0, "F", 0) == (0, 3)

@@ -10,7 +10,7 @@ from ppctl.planner.cost.counted_operations import bytes_to_make, ops_of, peak_by
 
 M, K, N, SIZE = 64, 32, 16, 4
 X, W, A = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((M, K), (K, N), (M, N)))
-OPERANDS = (M * K + K * N + M * N) * SIZE  # of x @ w, and its result
+OPERANDS = (M * K + K * N + M * N) * SIZE  # bytes of x @ w, and its result
 
 
 def traffic(function, *args):

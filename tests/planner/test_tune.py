@@ -32,7 +32,7 @@ def step_s(job):
     return time.total_s
 
 
-# --- what is found ------------------------------------------------------------------------------
+# --- found layouts ------------------------------------------------------------------------------
 
 
 def test_a_table_a_line_about_pipelines_and_a_recipe(tuned):
@@ -190,7 +190,7 @@ def test_a_line_states_whether_a_pipeline_is_faster():
     assert said([one, slow], flat) == (
         "without a pipeline the best is mesh=4x1, 4 microbatches, remat=none: 1.50 times as long."
     )
-    # as measured, where both were
+    # measured seconds, if both were measured
     one, flat = layout((1, 4, 1), 1.0, measured_s=3.0), layout((4, 1, 1), 1.5, measured_s=3.3)
     assert said([one, flat], flat).endswith("1.10 times as long.")
 

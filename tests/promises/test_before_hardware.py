@@ -1,4 +1,4 @@
-"""README: schedules, plans and searches, before anything runs; and the run takes what was planned."""
+"""README: schedules, plans and searches, before anything runs; and the run takes the planned time and memory."""
 
 import json
 import re
@@ -72,7 +72,7 @@ def test_a_run_has_the_stages_memory_and_time_of_its_plan(layout, tmp_path, caps
     (memory,) = records(tmp_path / "run", "memory.json")
     assert [sum(rank.values()) for rank in memory["ranks"]] == compiled[
         "total_bytes"
-    ]  # as compiled
+    ]  # bytes as compiled
 
 
 def test_the_fastest_layout_for_64_gpus_is_found_without_them(capsys, tmp_path, monkeypatch):

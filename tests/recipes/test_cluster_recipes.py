@@ -37,7 +37,7 @@ def filled(file):
 
 @pytest.fixture
 def stand_in(tmp_path):
-    """A function that runs a script: (exit code, what the cluster's commands were called with)."""
+    """Return a function that runs a script: (exit code, arguments of the cluster's commands)."""
 
     def run(script, commands, *words, **variables):
         log = tmp_path / "calls"

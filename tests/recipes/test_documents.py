@@ -1,6 +1,4 @@
-"""The recipes of documents: each number that a document states, beside an oracle in plain JAX or
-NumPy in float64.
-"""
+"""The recipes of documents: each number that a document states, against an oracle in plain JAX or NumPy in float64."""
 
 import re
 
@@ -15,7 +13,7 @@ from ppctl import cli
 from ppctl.config.config_dirs import ROOT
 from ppctl.errors import ConfigError
 
-BAR = 5e-4  # of the documents on Nabla: the largest absolute difference
+BAR = 5e-4  # largest absolute difference for the documents on Nabla
 
 
 # --- the commands of the table ------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The notebook that builds GPipe: each number that it states, beside an oracle in plain JAX or
+"""The notebook that builds GPipe: each number that it states, against an oracle in plain JAX or
 NumPy in float64.
 """
 
@@ -73,7 +73,7 @@ def drawn():
 
 
 def backward(maps, x, y):
-    """(mean squared error, the notebook's gradient) by its own equations: dout = 2(o-y)/rows."""
+    """(mean squared error, the notebook's gradient) by its equations: dout = 2(o-y)/rows."""
     kept = [x]
     for i, (w, b) in enumerate(maps):
         z = kept[-1] @ w + b
@@ -192,7 +192,7 @@ def cells(capsys, *words):
 def test_the_notebooks_tables(capsys):
     """Items 4, 9, 15, 16."""
     found = cells(capsys, "--kept-mb", "30,10")
-    printed = {  # as the notebook prints them
+    printed = {  # format of the notebook
         2: ".500 .333 .200 .111 .059 .030 .015",
         4: ".750 .600 .429 .273 .158 .086 .045",
         8: ".875 .778 .636 .467 .304 .179 .099",

@@ -15,7 +15,7 @@ from ppctl.training.pipeline.job import assemble
 
 @functools.cache
 def flax_losses(width, num_layers, num_steps):
-    """The losses of the document's own loop in float64 on one device, sums over 4 microbatches, and
+    """Return the losses of the document's loop in float64 on one device, sums over 4 microbatches, and
     its parameters.
     """
 
