@@ -12,6 +12,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from ppctl.errors import ConfigError, setting
+from ppctl.launch import join_processes
 from ppctl.schedule.axis_table import MESH_AXES
 from ppctl.schedule.mesh_axes import AXES, MeshSizes, in_hosts_order, product_text
 
@@ -199,10 +200,11 @@ def _within(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
 def all_devices(backend: str | None = None) -> list[Any]:
     """Start JAX and return the devices of all processes. Raises ConfigError if JAX cannot start.
 
-    backend: "cpu", or None for the first of JAX's platforms.
+    backend: "cpu", or None for the first of JAX's platforms. Extra devices for exchanges between
+    processes are left out.
     """
     try:
-        return jax.devices(backend)
+        return join_processes.of_mesh(jax.devices(backend))
     except (RuntimeError, AssertionError) as error:  # AssertionError: no plugin for the platform
         platforms: str = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue] made at run time
         reason = str(error).split("\n")[0] or "no such devices, or no JAX plugin for them"

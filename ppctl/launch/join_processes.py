@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,6 +23,7 @@ from ppctl.launch.cluster_variables import cluster_fault, proxy_fault
 JOIN_S = 300
 LEAVE_S = 30  # seconds that a finished process waits for the others
 COUNTED_BY = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")  # read by JAX's cluster detection, too
+_extra_on: set[str] = set()  # the platform with one more device in each process, if any
 
 
 def join(
@@ -125,6 +127,32 @@ def known_count(num_processes: int | None, *, is_cpu: bool) -> int | None:
     )
 
 
+def simulate(num_devices: int) -> None:
+    """Let JAX simulate this process's CPU devices of the mesh, and one more, `exchange_devices`.
+
+    XLA for CPUs orders programs with one device in this process, and those with several, but not
+    the ones with the others. Gloo has no tags: two collectives of the same devices that run at the
+    same time take each other's messages, which aborts the process. So exchanges between processes,
+    at any time, need devices that no other program uses. XLA starts a thread for each device.
+    """
+    jax.config.update("jax_num_cpu_devices", num_devices + 1)
+    _extra_on.add("cpu")
+
+
+def exchange_devices() -> list[Any]:
+    """Return the last device of each process, by process number: these exchange texts and flags."""
+    last = {device.process_index: device for device in jax.devices()}
+    return [last[process] for process in sorted(last)]
+
+
+def of_mesh(devices: list[Any]) -> list[Any]:
+    """Return the devices without those that `simulate` added for exchanges."""
+    if devices[0].platform not in _extra_on:
+        return devices
+    extra = {*exchange_devices()}
+    return [device for device in devices if device not in extra]
+
+
 def is_joined() -> bool:
     """Return whether this process called `join`, even if it is the only one."""
     return jax.distributed.is_initialized()
@@ -168,12 +196,12 @@ def gather_later(flag: bool) -> Callable[[], list[bool]]:
 
 
 def _all_rows(row: np.ndarray) -> jax.Array:
-    """Return the rows of all processes, exchanged by one device each: device counts may differ."""
-    first = {device.process_index: device for device in reversed(jax.devices())}
-    mesh = Mesh(np.array([first[process] for process in sorted(first)]), ("process",))
+    """Return the rows of all processes, exchanged by one device of each: counts may differ."""
+    devices = exchange_devices()
+    mesh = Mesh(np.array(devices), ("process",))
     divided, whole = (NamedSharding(mesh, P(*axes)) for axes in (("process",), ()))
-    placed = jax.device_put(row[None], first[jax.process_index()])
-    rows = jax.make_array_from_single_device_arrays((len(first), len(row)), divided, [placed])
+    placed = jax.device_put(row[None], devices[jax.process_index()])
+    rows = jax.make_array_from_single_device_arrays((len(devices), len(row)), divided, [placed])
     return jax.jit(lambda a: a, out_shardings=whole)(rows).addressable_data(0)
 
 

@@ -1,5 +1,5 @@
-"""A model trained by local processes that one command starts: the same numbers, whatever happens to
-a process.
+"""A model trained by local processes that one command starts, of two devices each: the same numbers,
+whatever happens to a process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ppctl import cli
 NUM_STEPS, EVERY = 200, 20
 WORDS = (
     "train model=mlp model.num_layers=2 model.d_model=16 data=regression data.batch_size=8 "
-    "data.num_rows=1024 data.num_features=5 data.num_targets=3 mesh=1x2 schedule=gpipe "
+    "data.num_rows=1024 data.num_features=5 data.num_targets=3 mesh=2x2 schedule=1f1b "
     f"schedule.num_microbatches=2 run.platform=cpu run.num_steps={NUM_STEPS} run.eval_every=null "
     f"run.checkpoint.every={EVERY} run.trackers=[] --json"
 ).split()

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from typing import NamedTuple
 
 import pytest
 from support.environment import BY_USER
@@ -15,8 +16,18 @@ from support.processes import WORDS, Process, processes
 
 from ppctl import cli
 from ppctl.errors import ConfigError
+from ppctl.executors import device_mesh
 from ppctl.launch import join_processes
 from ppctl.launch.cluster_variables import NO_PROXY, PROXIES, SET_BY
+
+
+class Simulated(NamedTuple):
+    """A simulated device."""
+
+    process_index: int
+    id: int
+    platform: str = "cpu"
+
 
 TWO = ("mesh=1x2", "model.num_layers=2", "run.num_steps=1000000")
 
@@ -272,6 +283,16 @@ def test_variables_that_keep_processes_apart_are_named(monkeypatch, environ, coo
     with pytest.raises(ConfigError) as raised:
         join_processes.join(coordinator, 2, None, heartbeat_s=30)
     assert message in str(raised.value)
+
+
+def test_processes_exchange_texts_by_devices_that_no_mesh_uses(monkeypatch):
+    devices = [Simulated(process, number) for process in (0, 1) for number in range(3)]
+    monkeypatch.setattr(join_processes.jax, "devices", lambda *_: devices)
+    assert device_mesh.all_devices() == devices  # of a program that has joined by itself
+    monkeypatch.setattr(join_processes, "_extra_on", {"cpu"})
+    used, exchanging = device_mesh.all_devices(), join_processes.exchange_devices()
+    assert sorted([*used, *exchanging]) == devices
+    assert [device.process_index for device in exchanging] == [0, 1]
 
 
 @pytest.mark.full

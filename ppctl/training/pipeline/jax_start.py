@@ -135,7 +135,7 @@ def _join(run: Run, num_devices: int) -> None:
     if run.platform in (None, "cpu"):
         count = distributed.known_count(run.num_processes, is_cpu=run.platform == "cpu")
         if count is not None:
-            jax.config.update("jax_num_cpu_devices", max(1, num_devices // count))
+            distributed.simulate(max(1, num_devices // count))
     xla_stderr.divert(f"on {socket.gethostname()}" if run.process_id is None else run.process_id)
     place = run.coordinator, run.num_processes, run.process_id
     distributed.join(*place, heartbeat_s=run.heartbeat_s)

@@ -8,15 +8,18 @@ its end is bit for bit what nobody killed. At the first violation it stops, and 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from support.chaos.layouts import LAYOUTS, PHASES, TURNS
@@ -52,6 +55,18 @@ def print_summary(done: Sequence[Killed], chains: Sequence[Chain]) -> None:
         )
 
 
+@contextmanager
+def loaded() -> Iterator[None]:
+    """Run all processes on one core, beside a process that never waits."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        busy.kill()
+        busy.wait()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="kill -9 at random moments of runs and sweeps.")
     parser.add_argument("--kills", type=int, default=200)
@@ -62,6 +77,9 @@ def main() -> int:
     parser.add_argument(
         "--layout", choices=list(LAYOUTS), action="append", help="may be given several times"
     )
+    parser.add_argument(
+        "--loaded", action="store_true", help="all processes on one core, beside a busy loop"
+    )
     args = parser.parse_args()
     chance = random.Random(args.seed)
     signal.signal(
@@ -71,7 +89,8 @@ def main() -> int:
     until_s = time.monotonic() + 60 * args.minutes
     try:
         rounds = random_rounds(chance, args.layout or TURNS)
-        print_summary(*chaos(rounds, args.kills, chance, directory, until_s=until_s))
+        with loaded() if args.loaded else nullcontext():
+            print_summary(*chaos(rounds, args.kills, chance, directory, until_s=until_s))
     except Violation as violation:
         print(f"VIOLATION, seed {args.seed}, all is in {directory}: {violation}", file=sys.stderr)
         return 1

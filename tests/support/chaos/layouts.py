@@ -18,9 +18,13 @@ LAYOUTS = {
     "one mpmd": f"mesh=1x2 schedule=1f1b executor=mpmd {LAYERS}",
     "two": f"mesh=1x2 schedule=zb_h1 {LAYERS} {PROCESSES}=2",
     "two mpmd": f"mesh=1x2 schedule=1f1b executor=mpmd {LAYERS} {PROCESSES}=2",
+    "two of two devices": f"mesh=2x2 schedule=interleaved model.num_layers=4 {PROCESSES}=2",
+    "two of two devices mpmd": f"mesh=2x2 schedule=1f1b executor=mpmd {LAYERS} {PROCESSES}=2",
+    "two of four devices": f"mesh=2x4 schedule=1f1b model.num_layers=4 {PROCESSES}=2",
     "three": f"mesh=1x3 schedule=1f1b model.num_layers=3 {PROCESSES}=3",
     "four": f"mesh=2x2 schedule=gpipe {LAYERS} {PROCESSES}=4",
     "four mpmd": f"mesh=2x2 schedule=1f1b executor=mpmd {LAYERS} {PROCESSES}=4",
+    "four of two devices": f"mesh=4x2 schedule=zb_h1 {LAYERS} {PROCESSES}=4",
     "one restarted": f"mesh=1x2 schedule=gpipe {LAYERS} launch.max_restarts=99",
     "two restarted": f"mesh=1x2 schedule=1f1b {LAYERS} {PROCESSES}=2 launch.max_restarts=99",
     "two mpmd restarted": f"mesh=1x2 schedule=zb_h1 executor=mpmd {LAYERS} {PROCESSES}=2 launch.max_restarts=99",
@@ -30,6 +34,12 @@ LAYOUTS = {
     "sweep restarted": f"-m mesh=1x2 schedule=gpipe {LAYERS} run.seed=0,1 {PROCESSES}=2 launch.max_restarts=99",
 }
 TURNS = (  # more processes cost more: fewer turns
+    *(
+        "two of two devices",
+        "two of four devices",
+        "two of two devices mpmd",
+        "four of two devices",
+    ),
     *(
         "one",
         "two",
