@@ -1,4 +1,4 @@
-"""`ppctl runs` shows the ends of killed, interrupted and failed runs."""
+"""`ppctl runs` shows how killed, interrupted and failed runs ended."""
 
 from __future__ import annotations
 

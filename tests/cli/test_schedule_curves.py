@@ -1,6 +1,4 @@
-"""`ppctl schedule curves`: cells are what the closed forms say, figures show them, and wrong
-requests are one line.
-"""
+"""`ppctl schedule curves`: cells equal the closed forms, figures show them, and wrong requests are refused in one line."""
 
 import json
 import re

@@ -1,6 +1,4 @@
-"""`ppctl verify` and `ppctl bench`: right gradients pass, wrong ones do not, and what is printed is
-what was found.
-"""
+"""`ppctl verify` and `ppctl bench`: right gradients pass, wrong ones fail, and the printed numbers are the compared ones."""
 
 import json
 import math

@@ -1,6 +1,4 @@
-"""I, then W, give what the whole backward gives, to the bit, and W does not run the chain of
-gradients again.
-"""
+"""I, then W, equal the whole backward bit for bit, and W does not repeat the chain of gradients."""
 
 from functools import partial
 

@@ -1,5 +1,5 @@
-"""What docs/security.md says: which files never execute code nor are written out of, and what does
-execute code.
+"""docs/security.md: files that never execute code, directories that no write leaves, and code that
+is executed.
 """
 
 import ast

@@ -14,6 +14,7 @@ from pathlib import Path
 import ppctl
 
 ROOT = Path(ppctl.__file__).parents[1]
+MOST_IN_TESTS = 10  # places in docstrings and comments of tests, over all rules
 RULES = {  # name: pattern, most places
     "a noun instead of what ...": (
         r"\b[Ww]hat (is|are|was|has|have|it|they|a|the|ranks|devices|runs|others|there)\b",
@@ -65,6 +66,18 @@ def texts():
         yield str(path.relative_to(ROOT)), path.read_text()
 
 
+def texts_of_tests():
+    """Yield (place, text) of docstrings and comments of tests."""
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        source, place = path.read_text(), path.relative_to(ROOT)
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
+                yield f"{place}:{getattr(node, 'lineno', 1)}", ast.get_docstring(node) or ""
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type == tokenize.COMMENT:
+                yield f"{place}:{token.start[0]}", token.string
+
+
 def public_docstrings():
     """Yield (name, docstring) of what `import ppctl` gives, and of the methods of its classes."""
     for name in ppctl.__all__:
@@ -90,6 +103,12 @@ def test_hard_patterns_are_rare():
     counts = Counter(rule for rule, _ in found)
     above = [rule for rule, (_, most) in RULES.items() if counts[rule] > most]
     assert not above, "\n".join(f"{rule}\n  {where}" for rule, where in found if rule in above)
+
+
+def test_hard_patterns_are_rare_in_tests():
+    found = [each for place, text in texts_of_tests() for each in found_in(place, text)]
+    listed = "\n".join(f"{rule}: {where}" for rule, where in found)
+    assert len(found) <= MOST_IN_TESTS, listed
 
 
 def test_the_first_texts_that_users_read_have_no_hard_pattern():

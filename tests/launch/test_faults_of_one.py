@@ -1,4 +1,4 @@
-"""Faults that one process of two meets: both end with it or go on with it, and it is said once."""
+"""Faults in one process of two: both end or continue, with one message."""
 
 import json
 import re

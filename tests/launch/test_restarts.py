@@ -17,7 +17,7 @@ from ppctl.training.checkpoint.checkpoint import Checkpoints
 
 
 def restarted(endings, steps, max_restarts):
-    """(exit code, what was said, starts) where the starts end as `endings` say and find checkpoints
+    """Return (exit code, output, starts) for starts that end as in `endings` and find checkpoints
     of `steps`.
     """
     said, starts, found = [], [], iter(steps)

@@ -1,6 +1,4 @@
-"""The jobs of a sweep: what is skipped, what goes on, what runs side by side, and what is refused
-beforehand.
-"""
+"""The jobs of a sweep: skipped, resumed, run side by side, and refused beforehand."""
 
 from __future__ import annotations
 
@@ -58,7 +56,7 @@ def sweep_of(number, *, side=1, **more):
 
 
 def programs(monkeypatch, *texts):
-    """What the processes of the jobs run instead of ppctl, the last one for all others too."""
+    """Programs that the jobs run instead of ppctl; the last one also for all further jobs."""
     monkeypatch.setattr(
         local_jobs, "job_command", lambda job: [*FAST, texts[min(job.index, len(texts) - 1)]]
     )

@@ -1,6 +1,4 @@
-"""Attention by each kernel: the numbers of plain softmax attention, what is kept for a backward,
-what it lowers to.
-"""
+"""Attention by each kernel: the numbers of plain softmax attention, residuals, lowered programs."""
 
 from functools import partial
 from types import SimpleNamespace

@@ -1,6 +1,4 @@
-"""What a plan says that it assumes follows from the request, and is what its seconds are counted
-with.
-"""
+"""The assumptions of a plan follow from the request, and its seconds are counted with them."""
 
 from dataclasses import replace
 

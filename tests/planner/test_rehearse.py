@@ -79,7 +79,7 @@ ALL_ALIKE = Timing(1.0, 1e-9)  # the speed of one of them
 
 
 def times(request, forward_s, backward_s, at_once=ALL_ALIKE):
-    """Return times of every rank of a request whose tasks take these, alone and at once."""
+    """Return times of every rank of a request with these seconds of tasks, run separately and at once."""
     job = assemble(request, on_one_device=True)
     stages = range(job.pipe.schedule.num_stages)
     task_s = {

@@ -1,5 +1,5 @@
-"""What training on so many tokens takes: by hand, in text, JSON and page; what is no number of
-tokens is refused.
+"""The cost of training on plan.tokens tokens: by hand, in text, JSON and page; invalid numbers are
+refused.
 """
 
 import json

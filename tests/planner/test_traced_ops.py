@@ -1,6 +1,4 @@
-"""The operations of traced programs by hand: what is written, what is read to be reduced, what a
-product adds.
-"""
+"""The operations of traced programs by hand: written results, values read for reductions, sums of products."""
 
 import jax
 import jax.numpy as jnp

@@ -1,6 +1,4 @@
-"""`ppctl tune`: its layouts are predicted as by `ppctl plan`, what they gain is said, wrong
-requests are refused.
-"""
+"""`ppctl tune`: its layouts are predicted as by `ppctl plan`, their gain is printed, wrong requests are refused."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Every format says of a schedule what its timeline says."""
+"""Every format of a schedule shows its timeline."""
 
 from __future__ import annotations
 

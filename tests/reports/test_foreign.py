@@ -85,7 +85,7 @@ def test_output_to_a_full_disk_fails_in_one_line():
 
 # --- sizes and nesting --------------------------------------------------------------------------
 
-TOO_DEEP = "maximum nesting depth"  # of libyaml, from PyYAML 6.0.4 on
+TOO_DEEP = "maximum nesting depth"  # libyaml's message, from PyYAML 6.0.4 on
 LAUGHS = "".join(
     f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n"
     for a, b in zip("abcdefghi", "bcdefghij", strict=True)
@@ -211,7 +211,7 @@ def test_an_invalid_timeline_has_no_bubble(tmp_path, make):
 def test_links_out_of_a_run_directory_are_refused(tmp_path, name):
     run, outside = tmp_path / "run", tmp_path / "outside"
     (run / name).parent.mkdir(parents=True)
-    (run / name).symlink_to(outside)  # what is not there yet would be made
+    (run / name).symlink_to(outside)  # a missing target would be made
     with pytest.raises(
         ConfigError, match=f"{name} is a link to {outside}, outside of it. Move it away"
     ):
@@ -349,7 +349,7 @@ def test_a_file_without_rights_that_no_command_expects_is_no_bug(capsys, monkeyp
     assert json.loads(out)["error"]["kind"] == "config"
 
 
-# --- numbers that are none ------------------------------------------------------------------------
+# --- invalid numbers ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

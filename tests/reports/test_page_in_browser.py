@@ -36,7 +36,7 @@ from ppctl.training.pipeline.job import assemble
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason=MISSING)]
 
-# Appended to the page: presses keys on the first chart, and writes down what the page then says.
+# Appended to the page: presses keys on the first chart, and records the status text of the page.
 SCRIPT = """
 <script>
 const boxes = (selector) =>
@@ -72,7 +72,7 @@ setTimeout(() => {
 
 
 def browse(tmp_path, family, keys, p=4, m=8, **costs):
-    """(what the page of a schedule says after these keys, the page's DOM)."""
+    """Return (the status text of a schedule's page after these keys, the page's DOM)."""
     drawing = draw(ScheduleConfig(mesh=Mesh(1, p), schedule=Plain(family, m), costs=Costs(**costs)))
     return browse_page(tmp_path, schedules_page([drawing]), keys)
 
@@ -230,6 +230,6 @@ def test_heat_maps_show_their_colours(tmp_path):
     command = [BROWSER, *FLAGS, profile, "--window-size=800,3000", f"--screenshot={picture}"]
     subprocess.run([*command, f"file://{file}"], capture_output=True, timeout=60, check=True)
     pixels = (imread(picture)[..., :3] * 255).round().astype(int).reshape(-1, 3)
-    least, most = (0, 34, 78), (254, 232, 56)  # the ends of cividis
+    least, most = (0, 34, 78), (254, 232, 56)  # the extremes of cividis
     number = [(abs(pixels - colour).max(1) <= 1).sum() for colour in (least, most)]
     assert number[0] / number[1] == pytest.approx(3, rel=0.2)  # cells, and equal parts of the scale

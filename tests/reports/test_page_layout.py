@@ -11,7 +11,7 @@ from support.browser import BROWSER, MISSING, crossed, cut_off, look_at, overlap
 from support.pages import all_pages
 
 WIDTHS = (1600, 1280, 800, 420)
-LABEL = re.compile(r"[FBIW]\d*")  # of a task in its cell
+LABEL = re.compile(r"[FBIW]\d*")  # a task's number in its cell
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason=MISSING)]
 
 

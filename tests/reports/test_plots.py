@@ -130,7 +130,7 @@ def test_values_that_are_not_finite_are_gaps_and_crosses():
     (line, alone), [lost] = groups(drawn, "data"), groups(drawn, "lost")
     assert heights(drawn, line) == pytest.approx([2, 3, 1, 5, 4], abs=0.02)
     assert (line[0].get("d") or "").count("M") == 3
-    assert heights(drawn, alone) == pytest.approx([1], abs=0.02)  # which has no line: a dot
+    assert heights(drawn, alone) == pytest.approx([1], abs=0.02)  # a dot, without a line
     assert values_at(drawn, "x", [x for x, _ in places(lost)]) == pytest.approx([3, 5], abs=0.02)
     assert min(heights(drawn, lost)) >= 5
     many = curves_svg(
@@ -163,7 +163,7 @@ def test_odd_labels_are_text_and_the_same_run_gives_the_same_bytes():
     assert "var(--line)" in drawn
     assert "$x_1$ &lt;b&gt;&amp;" in line_legend(curves)
     ids = [re.findall(r' id="(\w+)"', curves_svg(curves, title=t, x_name="x")) for t in "ab"]
-    assert not {*ids[0]} & {*ids[1]}  # of two figures in a page
+    assert not {*ids[0]} & {*ids[1]}  # ids of two figures in a page
 
 
 # --- lines, bars --------------------------------------------------------------------------------

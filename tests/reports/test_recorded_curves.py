@@ -30,7 +30,7 @@ def test_a_curve_has_few_points_and_the_numbers_of_all(tmp_path, count):
     curves, newest = read_curves(written(tmp_path, values), ("loss", "mfu"), ("lr",), problems)
     loss = curves["loss"]
     assert (problems, newest, [*curves]) == ([], {"lr": count}, ["loss"])
-    # of two steps the second: the first one is slow
+    # the second of two steps: the first one is slow
     assert loss.median == statistics.median(values[1:] if count == 2 else values)
     assert len(loss.points) <= MOST_POINTS
     assert loss.points == sorted(loss.points)

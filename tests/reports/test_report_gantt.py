@@ -1,6 +1,4 @@
-"""The step in the page of a run: measured above its simulation if it was, else the ideal one alone;
-no JAX.
-"""
+"""The step in the page of a run: measured above its simulation if it was, else only the ideal one; no JAX."""
 
 from __future__ import annotations
 
@@ -124,7 +122,7 @@ def test_a_measured_timeline_stands_above_the_simulation_of_its_means(run_dir, c
     )
     assert "Measured: one step (run.timeline=true)." in seen
     assert "Not measured" not in seen
-    (run_dir / "config.yaml").unlink()  # the timeline says enough
+    (run_dir / "config.yaml").unlink()  # the timeline suffices
     assert len(report(capsys)[0]) == 2
 
 

@@ -104,7 +104,7 @@ def sizes(*of_ranks):
             sizes((0, 0), (4096, 0)),
             ["rank 1"],
             "4.0 KiB",
-        ),  # of several processes, whose ranks another one has
+        ),  # several processes: another one has the ranks
         (
             sizes(*((k, 1024) for k in range(64))),
             [f"rank {k}" for k in range(48, 64)],

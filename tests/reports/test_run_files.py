@@ -170,7 +170,7 @@ def test_the_failure_of_another_process_is_the_reason_of_the_run(tmp_path):
         "failed",
         "process 2: the disk is full.",
     )
-    os.utime(file, (50.0, 50.0))  # of a start before
+    os.utime(file, (50.0, 50.0))  # torn by an earlier start
     assert (found(run_dir).status, found(run_dir).reason) == ("no end recorded", None)
 
 

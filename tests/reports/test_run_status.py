@@ -1,4 +1,4 @@
-"""How a run stands: written when it starts and ends, and told from what a kill leaves."""
+"""The state of a run: written at its start and end, and found after a kill."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def started(run_dir, step=0):
 
 
 def state(run_dir):
-    """(status, reason) as a list of runs says."""
+    """Return (status, reason) as in the list of runs."""
     found = run_files.run_summary("x", run_dir)
     return found.status, found.reason
 
@@ -335,7 +335,7 @@ def test_a_run_that_another_process_writes_is_refused_and_unchanged(tmp_path, ca
 
 
 def test_a_line_truncated_by_a_full_disk_is_an_error(tmp_path):
-    """An unbuffered write of a part of a line raises nothing: the next line stood behind it."""
+    """An unbuffered write of a part of a line raises nothing: the next line followed it."""
     with (tmp_path / "lines").open("ab", buffering=0) as file, full_disk(10):
         with pytest.raises(OSError, match="File too large"):
             run_status.append(file, b"0123456789abcdef\n")

@@ -1,4 +1,4 @@
-"""Tables on a terminal: which columns fit, and what a file gets."""
+"""Tables on a terminal: which columns fit, and the columns in a file."""
 
 import io
 

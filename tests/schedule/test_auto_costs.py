@@ -42,7 +42,7 @@ def model(num_layers=16, held=BYTES, times=TIMES, **how):
 
 
 def replayed_bytes(schedule, placed):
-    """What each rank holds at most, task by task: a second account of what `Ledger` says."""
+    """Return the peak of each rank, task by task: a second account of `Ledger`."""
     found = []
     for rank, tasks in enumerate(schedule.ranks):
         alive, most = {}, placed.fixed_bytes[rank]

@@ -1,4 +1,4 @@
-"""Clusters of operations beside brute force over all divisions."""
+"""Clusters of operations against brute force over all divisions."""
 
 import random
 from itertools import combinations, pairwise

@@ -62,7 +62,7 @@ def test_empty_cells_are_idle_steps():
             "mine: rank 0, step 1: 0B0 waits for grad(1,0), which no rank can write any more. "
             "Rank 0 has 0B0 before 0F1, and rank 1 has 1F1 before 1B0: each waits for the other.",
         ),
-        # what no machine could hold, or Python count
+        # numbers that no machine could hold, or Python count
         (
             f"{'9' * 5000}F0\n",
             f"mine: line 1, column 1: cell '{'9' * 40}' is not <stage><kind><microbatch> with "

@@ -55,7 +55,7 @@ def test_every_size_is_valid_and_has_every_task_once(family):
         assert found == Counter(
             Task(s, kind, i) for s in range(p * V) for kind in "FIW" for i in range(m)
         ), case
-        # of one task there is nothing to split next to another
+        # DualPipeV splits only next to another task
         assert kinds_of(schedule) == kinds_of(FAMILIES[family].sample) or p * m == 1
 
 
@@ -191,7 +191,7 @@ def test_whole_backwards_take_the_time_of_fused_costs():
         assert validate(split_backward(whole)).num_stages == schedule.num_stages
 
 
-# --- what runs where ----------------------------------------------------------------------------
+# --- executors ----------------------------------------------------------------------------
 
 
 def test_spmd_runs_every_family_and_pairs_looped_whole_backwards():
@@ -251,9 +251,7 @@ def test_an_unsupported_size_is_refused_in_one_line(family, m, knobs, message):
 
 
 def mutants(schedule, rng):
-    """(what was done, a schedule that is wrong by it): a task dropped, run twice, moved to another
-    rank, swapped.
-    """
+    """Yield (change, the wrong schedule): a task dropped, run twice, moved to another rank, swapped."""
 
     def with_rank(rank, program):
         return replace(
@@ -278,7 +276,7 @@ def mutants(schedule, rng):
                 ranks=tuple(tuple(target) if r == other else t for r, t in enumerate(moved.ranks)),
             ),
         )
-    # a forward after its own backward
+    # a forward after its backward
     stage, _, m = program[at]
     first = next(i for i, task in enumerate(program) if (task.stage, task.microbatch) == (stage, m))
     later = next(

@@ -74,7 +74,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
-    """What a process says in which a file stands in families/ that ppctl does not ship."""
+    """Return the output of a process with one more file in families/."""
     code, conf = tmp_path_factory.mktemp("families"), tmp_path_factory.mktemp("conf")
     (code / "toy.py").write_text(textwrap.dedent(TOY))
     (conf / "schedule").mkdir()

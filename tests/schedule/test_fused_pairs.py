@@ -31,7 +31,7 @@ def makespan_s(schedule, costs, order):
         work_s = sum(costs.seconds(t.kind, t.stage, schedule.num_chunks) for t in group)
         return work_s + max(map(end_s, before[group]), default=0.0)
 
-    for group in order:  # each after what it reads, so that recursion is never deep
+    for group in order:  # each after its inputs, so that recursion is never deep
         end_s(group)
     return max(map(end_s, order))
 

@@ -1,5 +1,5 @@
-"""Ticks of one task of any kind: the table alone drives every value of every family through the
-right slots.
+"""Ticks of one task of any kind: the table drives every value of every family through the right
+slots.
 """
 
 import pytest
@@ -20,8 +20,8 @@ remats = pytest.mark.parametrize("remat", [Remat.FULL, Remat.NONE])  # layer is 
 
 
 class Machine:
-    """Runs a table as the spmd executor does, on names of values. Knows of the schedule only what a
-    device knows.
+    """Runs a table as the spmd executor does, on names of values. Uses only a device's knowledge of
+    the schedule.
     """
 
     def __init__(self, schedule, table, num_slots, keep_input):

@@ -1,5 +1,5 @@
 """Layers divided over stages: all of them, in order; evenly, with the least largest cost, or as
-somebody says.
+requested.
 """
 
 import itertools
@@ -141,7 +141,7 @@ def test_balanced_refuses_a_stage_between_the_ends_without_layers():
     )
 
 
-HEAVY_HEAD = {"embed": 0.0, "head": 4.0}  # beside 16 layers on 4 ranks
+HEAVY_HEAD = {"embed": 0.0, "head": 4.0}  # next to 16 layers on 4 ranks
 
 
 def timeline(program, partition):

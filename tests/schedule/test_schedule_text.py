@@ -16,7 +16,7 @@ def test_a_task_prints_and_parses_to_itself(stage, kind, microbatch):
     task = Task(stage, kind, microbatch)
     assert str(task) == f"{stage}{kind}{microbatch}"
     assert Task.parse(str(task)) == task
-    assert Task.parse(f" {task}\n") == task  # as cells of a CSV file come
+    assert Task.parse(f" {task}\n") == task  # cells of a CSV file
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def each(word, stage, microbatches=range(4)):
     return [f"{word}_{stage}__{m}" for m in microbatches]
 
 
-# what JaxPP's tutorial prints of Interleaved1F1B, 4 microbatches on 4 ranks: 4 stages, then 8
+# output of JaxPP's tutorial for Interleaved1F1B, 4 microbatches on 4 ranks: 4 stages, then 8
 RANK_2 = [
     "fwd_2__0",
     "fwd_2__1",

@@ -126,7 +126,7 @@ def test_a_core_that_is_always_busy_takes_the_sum_of_the_work(family):
 
 
 def test_a_transfer_takes_its_time_at_any_capacity():
-    costs = Costs(1.0, 1.0, 1.0, transfer_s=5.0)  # of each rank's half of the model
+    costs = Costs(1.0, 1.0, 1.0, transfer_s=5.0)  # seconds of each rank's half of the model
     assert free_running_s(build("gpipe", 2, 1), costs, 0.5) == pytest.approx(
         2 * (2 * 3.0) + 2 * 5.0
     )

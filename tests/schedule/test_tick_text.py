@@ -1,6 +1,4 @@
-"""The table of ticks as people read it says what the schedule does: which tasks, and where their
-outputs go.
-"""
+"""The printed table of ticks has the schedule's tasks and the destinations of their outputs."""
 
 import re
 
@@ -21,7 +19,7 @@ def lowered(name, sizes, remat):
 
 
 def goes_to(schedule, task):
-    """The rank that reads what a task writes for another stage."""
+    """Return the rank that reads a task's output for another stage."""
     stage = {"F": task.stage + 1, "B": task.stage - 1, "I": task.stage - 1, "W": -1}[task.kind]
     return schedule.rank_of[stage] if 0 <= stage < schedule.num_stages else None
 
@@ -40,7 +38,7 @@ def test_every_task_is_in_order_and_sends_to_its_reader(name, sizes, remat):
             is_last_forward = task.kind == "F" and task.stage == last
             assert is_run == (not is_last_forward or remat != "full")
             if is_last_forward and is_run and table.program == "op":
-                assert to == rank  # the gradient of its output, for its own backward
+                assert to == rank  # the gradient of its output, for its backward
             else:
                 assert to == goes_to(schedule, task), task
 

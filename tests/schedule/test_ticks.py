@@ -1,5 +1,5 @@
-"""The lowering to ticks keeps the schedule, and its table alone drives the right values through the
-right slots.
+"""The lowering to ticks keeps the schedule, and its table drives the right values through the right
+slots.
 """
 
 import pytest
@@ -76,12 +76,12 @@ def test_the_cheaper_shape_is_taken(sizes):
             assert lowered.num_ticks == len(lowered.cells) == len(lowered.table)
 
 
-# --- the table alone moves the values -----------------------------------------------------------
+# --- the table moves the values -----------------------------------------------------------
 
 
 class Machine:
-    """Runs a table as the spmd executor does, on names of values. Knows of the schedule only what a
-    device knows.
+    """Runs a table as the spmd executor does, on names of values. Uses only a device's knowledge of
+    the schedule.
     """
 
     def __init__(self, lowered, keep_input):
@@ -219,7 +219,7 @@ def test_schedules_of_only_forwards_keep_their_order():
         assert [task for task in before if task.kind == "F"] == list(after)
 
 
-# --- what it costs ------------------------------------------------------------------------------
+# --- costs ------------------------------------------------------------------------------
 
 
 @remats

@@ -1,6 +1,4 @@
-"""What a timeline tells: who waits for whom, what is held when, bytes, costs of each stage,
-bandwidth.
-"""
+"""Timelines: waiting, held activations over time, bytes, costs of each stage, bandwidth."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""Vocabulary parallelism: any schedule with E, S, T and G on every rank, and what they wait for."""
+"""Vocabulary parallelism: any schedule with E, S, T and G on every rank, and their dependencies."""
 
 import json
 from dataclasses import replace
@@ -34,7 +34,7 @@ def test_every_family_has_every_part_once_within_the_stated_memory(
         try:
             divided = with_vocabulary(whole, delay)
         except ScheduleError:
-            assert (family, delay > 0) == ("hanayo", True)  # whose ranks take turns
+            assert (family, delay > 0) == ("hanayo", True)  # its ranks take turns
             continue
         validate(divided)
         for rank, tasks in enumerate(divided.ranks):
@@ -126,7 +126,7 @@ def test_costs_of_parts_are_of_all_or_of_each():
         match=r"^logits_s has 3 entries for 2 ranks, each with a part of the vocabulary",
     ):
         simulate(divided, Costs(logits_s=(1.0, 2.0, 3.0)))
-    simulate(build("1f1b", 2, 4), Costs(logits_s=(1.0, 2.0, 3.0)))  # which has no parts
+    simulate(build("1f1b", 2, 4), Costs(logits_s=(1.0, 2.0, 3.0)))  # it has no parts
 
 
 def test_a_schedule_with_a_divided_vocabulary_is_written_and_read():

@@ -11,7 +11,7 @@ from ppctl import cli
 
 @pytest.fixture
 def train(tmp_path, capsys):
-    """A function that trains: (exit code, what was printed on stdout, on stderr)."""
+    """Return a function that trains: (exit code, stdout, stderr)."""
 
     def train(*words, tiny=ROWS, run_dir=tmp_path / "run"):
         code = cli.main(["train", *tiny.split(), f"run.dir={run_dir}", *words])
@@ -56,5 +56,5 @@ def command(tmp_path):
 
 @pytest.fixture
 def tells(command, tmp_path):
-    """A command that writes what it gets to events.jsonl."""
+    """Return a command that appends its input to events.jsonl."""
     return command(f"open({str(tmp_path / 'events.jsonl')!r}, 'a').write(sys.stdin.read())")

@@ -1,6 +1,4 @@
-"""What schedule=auto knows of a model, compared with what the planner predicts and what engines
-hold.
-"""
+"""The costs of a model for schedule=auto, compared with the planner's and the engines' bytes."""
 
 from dataclasses import replace
 

@@ -163,7 +163,7 @@ def test_a_checkpoint_half_removed_by_a_kill_does_not_stop_the_run(tmp_path):
 
 
 def test_saving_and_restoring_log_nothing(tmp_path, caplog):
-    caplog.set_level(logging.INFO)  # what Hydra sets for the root logger
+    caplog.set_level(logging.INFO)  # Hydra's setting of the root logger
     saved(tmp_path).restore(1, abstract(state()))
     assert [record for record in caplog.records if "orbax" in record.pathname] == []
 

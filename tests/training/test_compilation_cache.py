@@ -1,4 +1,4 @@
-"""Compiled programs are kept from start to start, and what is kept changes nothing but the time."""
+"""Compiled programs are kept between starts, and change only the time."""
 
 import json
 import os
@@ -23,7 +23,7 @@ WORDS = (
 
 
 def train(directory, name, **more):
-    """Train in a process of its own; return what JAX logs, and the loss and norm of each step."""
+    """Train in a separate process; return JAX's log, and the loss and norm of each step."""
     run_dir = directory / name
     command = [sys.executable, "-m", "ppctl.cli", *WORDS.split(), f"run.dir={run_dir}"]
     env = {
@@ -46,7 +46,7 @@ def entries(directory):
 def test_a_second_start_compiles_nothing_and_trains_the_same(tmp_path):
     logged, losses = train(tmp_path, "first")
     assert logged == ""
-    # what compiles as fast as WORTH_S may be kept or not
+    # programs that compile in about WORTH_S may be kept or not
     steps = [path for path in entries(tmp_path) if "jit_step" in path.name]
     assert steps
     logged, same = train(tmp_path, "second", JAX_DEBUG_LOG_MODULES="jax._src.compiler")
@@ -58,14 +58,14 @@ def test_a_second_start_compiles_nothing_and_trains_the_same(tmp_path):
 @pytest.mark.full
 def test_programs_that_a_kill_left_half_written_are_compiled_again(tmp_path):
     _, losses = train(tmp_path, "first")
-    for path in entries(tmp_path):  # as a process that is killed while it writes leaves them
+    for path in entries(tmp_path):  # left by a process killed while writing
         os.truncate(path, path.stat().st_size // 2)
     assert train(tmp_path, "third") == ("", losses)
 
 
 @pytest.fixture
 def settings(tmp_path, monkeypatch):
-    """Without a directory of the user's; what is set of JAX is put back."""
+    """Run without a directory of the user; restore settings of JAX."""
     names = (
         "jax_enable_compilation_cache",
         "jax_compilation_cache_dir",

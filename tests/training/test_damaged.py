@@ -59,7 +59,7 @@ def same(got, want):
 
 
 def damages(content, chance):
-    """(name, what is left of a file, None if nothing) for several ways to damage it."""
+    """Yield (name, the rest of a file, None if removed) for several ways to damage it."""
     yield "deleted", None
     for length in (0, len(content) // 2):
         yield f"cut to {length}", content[:length]
@@ -78,7 +78,7 @@ def test_damage_anywhere_is_refused_or_has_no_effect(tmp_path, capfd):
     kinds = {"commit_success.txt", "_METADATA", "data.json", "manifest.ocdbt", "d"}
     assert kinds <= {path.name for path in files} | {
         path.parent.name for path in files
-    }  # as Orbax stores today
+    }  # Orbax's present format
     chance, refused, lines, unread, checkpoints = (
         random.Random(0),
         [],
@@ -182,7 +182,7 @@ def test_a_checkpoint_set_aside_is_kept_but_no_longer_listed(tmp_path):
 )
 def test_a_machine_that_cannot_read_now_is_no_damage(tmp_path, monkeypatch, cause):
     def refused(*_):
-        raise RuntimeError("some handler") from cause  # as Orbax raises
+        raise RuntimeError("some handler") from cause  # Orbax's error
 
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(1, state(), META)

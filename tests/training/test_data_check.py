@@ -38,7 +38,7 @@ def test_a_request_for_more_than_is_held_out_is_refused_with_the_equation():
     )
     with pytest.raises(DataError, match=message):
         check_evaluations(Run(eval_batches=4), rows())
-    few = replace(rows(), num_eval_examples=5)  # as a data set of the user's own may have it
+    few = replace(rows(), num_eval_examples=5)  # possible in a custom data set
     message = (
         r"1\*8 = 8 is more than the 5 .* Use a smaller data.batch_size, run.eval_every=null "
         r"or a larger data.eval_fraction"

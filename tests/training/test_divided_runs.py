@@ -25,7 +25,7 @@ MODELS = {
     "stack divided by XLA": "model=custom model.target=support.sharded_models.of_config "
     "model.num_layers=2 data=regression data.num_rows=64 data.num_features=6 data.num_targets=4",
 }
-STEPS = 2  # of each start
+STEPS = 2  # words of each start
 CHAINS = {
     "transformer": (
         "mesh=1x2x1x1x2x2 schedule=1f1b",  # the vocabulary is padded over tp

@@ -14,7 +14,7 @@ import ppctl
 VOCAB, TOKENS = 16, 4
 RNG = np.random.default_rng(0)
 IDS = RNG.integers(VOCAB, size=(21, TOKENS + 1))
-IDS[3, 2:] = IDS[20, 1:3] = -1  # as padding of targets
+IDS[3, 2:] = IDS[20, 1:3] = -1  # padding of targets
 BATCH = {"inputs": np.abs(IDS[:, :-1]), "targets": IDS[:, 1:]}
 
 

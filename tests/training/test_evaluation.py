@@ -24,13 +24,13 @@ LEARNED = np.array(
 def examples(numbers):
     draw = np.random.default_rng(0)
     ids = draw.integers(0, VOCAB_SIZE, (len(LEARNED), SEQ_LEN + 1)).astype(np.int32)
-    is_learned = np.arange(SEQ_LEN) >= SEQ_LEN - LEARNED[:, None]  # behind a prompt
+    is_learned = np.arange(SEQ_LEN) >= SEQ_LEN - LEARNED[:, None]  # after a prompt
     targets = np.where(is_learned, ids[:, 1:], np.int32(NO_TOKEN))
     return {"inputs": ids[numbers, :-1], "targets": targets[numbers]}
 
 
 def held_out(first, num_batches):
-    """A data set of which these batches are held out, in some order."""
+    """Return a data set that holds out these batches, in some order."""
     size = num_batches * BATCH_SIZE
     read = lambda numbers: examples(first * BATCH_SIZE + numbers)
     return DataSet("prompts", "", "", BATCH_SIZE, 0, 0, size, read, vocab_size=VOCAB_SIZE)

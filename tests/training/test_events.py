@@ -120,7 +120,7 @@ def test_stop_saves_and_ends_a_run_that_can_resume(train, tmp_path, capsys, tell
     *_, saved, end = records(tmp_path, "events.jsonl")
     assert (saved["event"], end["event"]) == ("saved", "stopped")
     assert saved["step"] == end["step"] == found["step"]
-    # a run that has ended is not asked; its command goes on
+    # an ended run is not asked to stop; its command continues
     code, _, err = stop(capsys, run_dir)
     assert code == 2
     assert f"is not running but stopped at step {found['step']}" in err

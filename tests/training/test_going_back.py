@@ -32,7 +32,7 @@ def test_a_run_goes_back_once_and_keeps_later_records(train, copy, six_steps):
     assert f"going back to step 2; later checkpoints are kept as {kept}" in out
     assert "resuming after step 2" in out
     assert aside(run_dir) == ["4.after-2", "6.after-2", "metrics.after-2.jsonl"]
-    # 2. what was later is as it was, what is new goes on from step 2
+    # 2. later records are unchanged, new ones continue from step 2
     of_before = run_dir / "checkpoints/metrics.after-2.jsonl"
     assert of_before.read_text() == (six_steps / "metrics.jsonl").read_text()
     assert [record["step"] for record in records(run_dir)] == [1, 2, 3, 4, 5, 6]
@@ -50,7 +50,7 @@ def test_tensorboard_shows_new_losses_after_a_run_went_back(train, tmp_path):
     assert train(*words)[0] == 0
     before = losses(run_dir)
     assert train(*words, "run.resume=2", "optim.lr=1e-4")[0] == 0
-    # as TensorBoard reads it: what an earlier start wrote from step 3 on is hidden
+    # read like TensorBoard: records of an earlier start from step 3 on are hidden
     shown = EventAccumulator(str(run_dir / "tensorboard")).Reload().Scalars("train/loss")
     assert [event.step for event in shown] == [1, 2, 3, 4, 5, 6]
     np.testing.assert_allclose([event.value for event in shown], losses(run_dir), rtol=1e-6)

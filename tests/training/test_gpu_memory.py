@@ -1,4 +1,4 @@
-"""run.memory_fraction: what JAX is told, what a plan counts with, and where it is refused."""
+"""run.memory_fraction: passed to JAX, counted in plans, and refused elsewhere."""
 
 import os
 from dataclasses import replace
@@ -110,9 +110,9 @@ def test_a_limit_states_its_share_of_the_memory_and_its_setting(monkeypatch):
         here(request()).source
         == "60% of the 100.0 GiB of NVIDIA H100 80GB HBM3: XLA_CLIENT_MEM_FRACTION=0.6"
     )
-    assert here(request(None, "h100")).fraction == 0.6  # which is what is here
+    assert here(request(None, "h100")).fraction == 0.6  # attached
     assert here(request(0.75)).fraction == 0.75
-    assert here(request(None, "h200")).fraction == 0.75  # which is not here
+    assert here(request(None, "h200")).fraction == 0.75  # not attached
 
 
 @pytest.mark.parametrize("hardware", ["v5e", "host"])

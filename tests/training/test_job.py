@@ -190,7 +190,7 @@ def test_without_w_zero_bubble_schedules_have_the_bubble_of_1f1b():
     of_1f1b, whole = (
         (ranks - 1) / (number + ranks - 1),
         1 - 3 * number / (3 * number + ranks - 1),
-    )  # as published
+    )  # the published share
     found, share = assemble(request).pipe.bubble(), trained_share(request.model, request.optim)
     assert assemble(replace(request, optim=AdamW())).pipe.bubble() == pytest.approx(whole)
     assert of_1f1b - share < found < of_1f1b
@@ -241,7 +241,7 @@ def test_balanced_counts_an_embedding_that_multiplies():
             model=MLP(num_layers=8, d_model=16), data=data, mesh=Mesh(1, 2), partition=Balanced()
         )
     )
-    # of 2*B*D*D FLOPs: a layer 4, the head 3 of as many, the embedding 2 (the data need no
+    # in units of 2*B*D*D FLOPs: a layer 4, the head 3, the embedding 2 (the data need no
     # gradient) of 80/16 as many
     assert partition_text(job) == (
         f"Et*3|t*5L ({LETTERS}); balanced (embedding 3.3, head 1.0 times a layer; largest stage "
@@ -407,7 +407,7 @@ def test_the_width_of_jax_and_initial_weights_are_of_the_request_not_of_the_envi
         assert job.pipe.lr_schedule is not None
         assert job.pipe.lr_schedule(3).dtype == rate
     weights = init(job.pipe.stack, 2**31)
-    others = "bfloat16", False, 7  # as of JAX_DEFAULT_MATMUL_PRECISION and the like
+    others = "bfloat16", False, 7  # like JAX_DEFAULT_MATMUL_PRECISION
     for name, value in zip(DEFAULTS, others, strict=True):
         jax.config.update(name, value)
     again = assemble(transformer_config(run=Run(dtype="float64")))

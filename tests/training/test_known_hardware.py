@@ -11,7 +11,7 @@ from ppctl.errors import ConfigError
 from ppctl.training.pipeline.known_hardware import known, of_device, resolved
 from ppctl.training.pipeline.mfu import mfu_peak_flops
 
-# What a device of each kind states: peak FLOP/s (float32, bfloat16), memory in GiB or GB, bytes/s
+# The data sheet of each kind: peak FLOP/s (float32, bfloat16), memory in GiB or GB, bytes/s
 # of memory.
 SHEETS = {
     "NVIDIA A100-SXM4-40GB": (156e12, 312e12, 40, 1.555e12),

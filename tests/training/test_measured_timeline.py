@@ -1,4 +1,4 @@
-"""run.timeline: every task of one step, when it ran on its device, beside the simulation from its
+"""run.timeline: every task of one step, with its time on its device, next to the simulation from their
 means.
 """
 

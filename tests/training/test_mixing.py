@@ -24,9 +24,7 @@ ROWS = {
 
 
 def stack(layer=jnp.tanh, head=squared_error, out=1.0):
-    """Two layers x + layer(x W), and a head whose weights are `out` times random ones; it knows not
-    what it mixes.
-    """
+    """Two layers x + layer(x W), and a head whose weights are `out` times random ones; no     option declares mixing."""
     return Stack(
         2,
         init_embed_head=lambda key: {"w": out * normal(WIDTH, WIDTH)},
@@ -67,7 +65,7 @@ def sum_of_some(outputs, targets):
 def mean(outputs, targets):
     return jnp.mean(jnp.square(outputs - targets)), jnp.ones(
         ()
-    )  # of microbatches of one size: the same as of all
+    )  # for microbatches of one size: equal to the whole batch's
 
 
 MIXING = {
@@ -192,7 +190,7 @@ def test_models_that_declare_mixing_are_not_tried(monkeypatch):
         ppctl.transformer(num_layers=2, d_model=4, num_heads=2, vocab_size=5),
     ):
         assert model.options.mixes_examples is False
-    whole = pipe_of(stack(batch_norm), num_microbatches=1)  # whose examples are computed together
+    whole = pipe_of(stack(batch_norm), num_microbatches=1)  # its examples are computed together
     assert whole.check_examples("mine", ROWS) is None
 
 

@@ -28,7 +28,7 @@ WORDS = (
 )
 MODEL = WORDS.split()
 REFERENCE = "mesh=1x1 schedule=gpipe executor=reference"
-STEPS = 2  # of each start
+STEPS = 2  # words of each start
 CHAIN = (  # (processes, layout)
     (1, "mesh=1x2x1x2 schedule=zb_h1"),
     (2, "mesh=1x1x1x4 schedule=gpipe executor=mpmd model.moe.dispatch=alltoall"),

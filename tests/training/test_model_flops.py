@@ -53,10 +53,10 @@ def test_flops_of_layers_with_a_window_are_of_fewer_pairs():
     assert found[0].full == found[1].full
     pairs = T * (T + 1) // 2 - sum(
         min(t + 1, window) for t in range(T)
-    )  # that three layers of four leave out
+    )  # left out by three layers of four
     assert (
         found[0].causal - found[1].causal == 12 * BATCH_SIZE * 3 * (4 * 8) * pairs
-    )  # heads of their own width
+    )  # heads of a separate width
 
 
 def test_flops_of_an_mlp_are_six_a_weight_and_row_less_the_gradient_of_the_data():

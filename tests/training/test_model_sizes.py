@@ -35,7 +35,7 @@ PUBLISHED = {  # parameters, as the models' pages state them, embeddings once wh
     "olmoe_1b_7b": 6_919_161_856,
     "qwen1p5_moe_a2p7b": 14_315_784_192,
     "qwen2_57b_a14b": 57_408_658_944,
-    # without the layer for multi-token prediction, which has its own embedding and head
+    # without the layer for multi-token prediction, which has a separate embedding and head
     "glm4p5_air": 110_468_824_832 - 3_616_573_568,
     "glm4p5_355b": 358_337_791_296 - 5_539_962_272,
     "smollm2_135m": 134_515_008,

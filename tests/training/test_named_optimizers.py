@@ -110,7 +110,7 @@ def test_rates_after_the_warm_up_follow_their_shape(shape):
     rate = learning_rates(0.4, 0.1, BEFORE, STEPS, shape, decay_fraction=0.25)
     rates = [float(rate(k)) for k in range(STEPS + 1)]
     assert rates[:BEFORE] == pytest.approx([0.4 * (k + 1) / (BEFORE + 1) for k in range(BEFORE)])
-    share = {  # of the way from the peak to the end
+    share = {  # share of the way from the peak to the end
         "linear": lambda k: (k - BEFORE) / (STEPS - BEFORE),
         "constant": lambda k: 0.0,
         "wsd": lambda k: max(0.0, (k - 15) / 5),

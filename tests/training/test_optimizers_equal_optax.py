@@ -164,7 +164,7 @@ def difference(found, expected):
 def compared(name, model, executor, dtype=jnp.float64, **how):
     """The largest relative difference to plain optax in float64, of a parameter or a loss.
 
-    In float32 plain optax is no oracle: AdamW divides gradients of rounding by their own size.
+    In float32 plain optax is no oracle: AdamW divides gradients of rounding by their size.
     """
     make, batch = MODELS[model]
     stack, optimizer = make(dtype), OPTIMIZERS[name]

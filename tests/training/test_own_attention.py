@@ -1,5 +1,5 @@
-"""`ppctl.attention` in models of one's own: gradients in both executors, the device that chooses,
-what is refused.
+"""`ppctl.attention` in custom models: gradients in both executors, the device that chooses the
+kernel, refusals.
 """
 
 import sys

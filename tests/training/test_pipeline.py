@@ -122,7 +122,7 @@ def test_gradients_and_steps_equal_those_without_a_pipeline(model, request_):
 
 
 def constants(loss):
-    """A model of which a traced program returns numbers: losses, counts, gradients, metrics."""
+    """Return a model with a traced program that returns losses, counts, gradients and metrics."""
     scalar = {"unread": jnp.ones((), jnp.float64), "added": jnp.ones((), jnp.float64)}
 
     def layer(w, x):

@@ -51,9 +51,7 @@ def test_a_step_that_is_not_finite_leaves_the_exact_state_before_it(setting):
 
 
 def test_no_rank_waits_for_the_norm_before_its_update(setting):
-    """In the plan: nothing that an update reads has met the norm, except over its own gradients and
-    the number.
-    """
+    """In the plan: no input of an update depends on the norm, except its gradients and the number."""
     engine, *_ = setting
 
     def depends_on_norm(what):

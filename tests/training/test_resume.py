@@ -66,7 +66,7 @@ cli.console_script()
 
 
 class Process:
-    """`ppctl train` with these tests' settings, in a process of its own; `lines` grows as it
+    """`ppctl train` with these tests' settings, in a separate process; `lines` grows as it
     prints.
     """
 

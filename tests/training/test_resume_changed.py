@@ -1,6 +1,4 @@
-"""A run goes on with the model it was of, or says so: which settings may change, and how that is
-told and recorded.
-"""
+"""A run resumes with its model, or prints a note: settings that may change, and their record."""
 
 import importlib
 import json
@@ -50,7 +48,7 @@ def bend(x, slope):
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """A current directory with a model of one's own, whose modules are forgotten afterwards."""
+    """Enter a directory with a custom model; forget its modules afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setattr(
@@ -70,9 +68,7 @@ def _forget():
 
 @pytest.fixture
 def train(own, capsys):
-    """A function that trains the model as its files are now: (exit code, what was printed on
-    stdout, on stderr).
-    """
+    """Return a function that trains the model of the current files: (exit code, stdout, stderr)."""
 
     def train(*words):
         _forget()

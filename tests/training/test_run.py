@@ -1,6 +1,4 @@
-"""The training loop: what a run leaves behind, how it goes on, and how signals or numbers not
-finite end it.
-"""
+"""The training loop: files of a run, resumes, and runs ended by signals or non-finite numbers."""
 
 import contextlib
 import dataclasses
@@ -42,7 +40,7 @@ from ppctl.training.run.run_environment import check_disk
 FULL = pytest.mark.full  # run by `make test-full`
 
 
-# what a run leaves behind
+# files of a run
 
 
 SPEEDS = [(ROWS, "rows_per_s"), (TOKENS, "tokens_per_s")]
@@ -171,7 +169,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused_before_anything_is_c
     run = Run(dir=str(tmp_path), num_steps=1000)
     for step in (1, 2):
         (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
-    check_disk(run, 50)  # of 3 and the next one, 2 are written
+    check_disk(run, 50)  # 2 of 3 and the next one are written
     with pytest.raises(ConfigError, match=r"2 x 51 B = 102 B are needed .* 2 are written\)"):
         check_disk(run, 51)
     check_disk(replace(run, checkpoint=Checkpoint(enabled=False)), 1000)
@@ -204,7 +202,9 @@ def test_the_dtype_that_devices_decided_is_the_runs_elsewhere_too(train, monkeyp
         assert train(*words, "run.num_steps=2", tiny=TOKENS)[0] == 0
     saved = ppctl.load_run(tmp_path / "run")
     assert (saved.settings["run"]["dtype"], saved.dtype) == (None, "bfloat16")
-    assert open_language_model(saved.directory).dtype == "bfloat16"  # of generate and evaluate
+    assert (
+        open_language_model(saved.directory).dtype == "bfloat16"
+    )  # error of generate and evaluate
     code, out, _ = train(*words, "run.num_steps=3", tiny=TOKENS)
     assert (code, "changed   since step 2: run.dtype bfloat16 -> float32\n" in out) == (0, True)
 
@@ -361,7 +361,7 @@ def test_a_fault_that_is_found_after_a_step_saves_it_first(train, tmp_path, monk
 def test_an_id_beyond_the_vocabulary_that_is_found_in_a_batch_saves_first(
     train, tmp_path, monkeypatch
 ):
-    """In a large token file, of which only samples are read at start."""
+    """In a large token file; only samples are read at start."""
     monkeypatch.setattr(token_windows, "DIGEST_WHOLE_BYTES", 1024)
     monkeypatch.setattr(token_windows, "DIGEST_BLOCK_BYTES", 64)
     path, ids = tmp_path / "ids.npy", np.zeros(4096, np.uint16)
@@ -400,7 +400,7 @@ def test_a_fault_before_the_first_step_saves_no_checkpoint(train, tmp_path, monk
 def test_a_signal_at_any_place_of_the_loop_leaves_the_last_step_saved(
     train, tmp_path, monkeypatch, asked
 ):
-    """The signal comes just before the loop asks for the `asked`-th time whether there was one."""
+    """The signal comes just before the loop's `asked`-th check for signals."""
 
     times = itertools.count(1)
     late = lambda finished: signal.SIGTERM if next(times) >= asked else None

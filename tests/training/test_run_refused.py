@@ -1,4 +1,4 @@
-"""What a run refuses before anything is compiled, and that it leaves all as it was."""
+"""Requests that a run refuses before compilation, with all files unchanged."""
 
 import re
 

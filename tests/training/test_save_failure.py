@@ -1,6 +1,4 @@
-"""Saves that fail while a run trains: told at once, and run.checkpoint.on_failure decides what
-comes of it.
-"""
+"""Saves that fail while a run trains: noted at once, then handled by run.checkpoint.on_failure."""
 
 import os
 import re

@@ -98,7 +98,7 @@ def network_run(tmp_path_factory):
 def test_parameters_of_a_network_are_the_tree_that_its_init_returns(network_run):
     network = sys.modules["own_net"].network()
     found = ppctl.load_run(network_run).params()
-    with jax.enable_x64(False):  # as `ppctl train` draws in float32
+    with jax.enable_x64(False):  # drawn in float32, like in `ppctl train`
         expected = network.init(jax.random.key(3))
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -326,7 +326,7 @@ def test_a_flipped_byte_is_found(saved, tmp_path):
 
 @pytest.mark.parametrize("place", ["started", "moved", "alone"])
 def test_paths_of_a_run_are_of_the_directory_of_its_start(place, tmp_path, monkeypatch):
-    """Also when the project moved with the run; a run that moved alone has the recorded one."""
+    """Also if the project moved with the run; a run moved by itself has the recorded one."""
     started, moved = tmp_path / "started", tmp_path / "moved"
     run_dir = {"started": started / "runs/a", "moved": moved / "runs/a", "alone": tmp_path / "b"}
     root = moved if place == "moved" else started
@@ -352,5 +352,5 @@ def test_paths_of_a_run_are_of_the_directory_of_its_start(place, tmp_path, monke
     assert found.tokenizer == "bytes"
     assert config_of(Tokens(path="ids.npy")).data == Tokens(path=f"{root}/ids.npy")
     root.mkdir(exist_ok=True)
-    monkeypatch.chdir(root)  # as they were typed
+    monkeypatch.chdir(root)  # as typed
     assert config_of(Tokens(path="ids.npy")).data == Tokens(path="ids.npy")

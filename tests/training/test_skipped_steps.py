@@ -33,7 +33,7 @@ def rows(number=64, bad=({bad},)):
 
 @pytest.fixture
 def skipping(train, tmp_path, monkeypatch):
-    """A function that trains on rows of which one is not finite."""
+    """Return a function that trains on rows, one of them not finite."""
     (tmp_path / "bad_rows.py").write_text(CODE.format(bad=BAD))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

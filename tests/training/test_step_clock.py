@@ -11,7 +11,7 @@ from ppctl.training.run.step_clock import StepClock
 
 
 class Numbers:
-    """An array that is computed when the test says so. `seen` is set when the clock waits."""
+    """An array that is computed at the test's signal. `seen` is set when the clock waits."""
 
     def __init__(self):
         self._is_done, self.seen = threading.Event(), threading.Event()

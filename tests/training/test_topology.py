@@ -1,6 +1,4 @@
-"""GPUs that are not here: how they are described to their compiler, what is refused, and what is
-compiled for them.
-"""
+"""Absent GPUs: their description for the compiler, refusals, and programs compiled for them."""
 
 import json
 import re
@@ -42,7 +40,7 @@ DISPATCHED = replace(
 
 
 def described(monkeypatch):
-    """A plugin that describes four of the devices that are here; what it was asked."""
+    """Return a plugin that describes four attached devices, and its requests."""
     asked = {}
 
     def describe(**given):
@@ -195,7 +193,7 @@ def test_a_program_is_compiled_for_gpus():
     ("schedule", "backward"), [("1f1b", ["bwd"]), ("zb_h1", ["bwd_i", "bwd_w"])]
 )
 def test_a_stages_programs_run_cudnns_kernels_once_a_layer(schedule, backward, remat):
-    layers, again = 2, int(remat == "layer")  # of a stage; whether its backward recomputes
+    layers, again = 2, int(remat == "layer")  # layers of a stage; whether its backward recomputes
     request = replace(
         REQUEST,
         model=config.Transformer(

@@ -1,4 +1,4 @@
-"""Trackers: what they are given, and that training neither waits for one nor ends by one."""
+"""Trackers: their values, and training that neither waits for one nor ends by one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TINY = (
 
 
 class Recorder:
-    """A tracker that keeps what it is given; `wait` holds it up."""
+    """A tracker that keeps its values; `wait` holds it up."""
 
     place = "in memory"
 
@@ -155,7 +155,7 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
 
 
 @pytest.mark.full  # 10 CPU seconds, most of them imports
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the packages' own dependencies
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from dependencies of the packages
 def test_every_tracker_records_a_run_without_a_server_and_continues_it(
     monkeypatch, tmp_path, capsys
 ):

@@ -1,6 +1,4 @@
-"""Models and data of the user's own: the starter project runs, and what does not fit is said in one
-line.
-"""
+"""Custom models and data: the starter project runs, and misfits are refused in one line."""
 
 import json
 import os
@@ -186,7 +184,7 @@ def test_all_of_the_starter_is_written(here):
 
 
 def test_targets_in_recipes_are_found_in_the_project_and_in_ppctl(here):
-    (here / "recipes").mkdir()  # as in a project that `ppctl init` made
+    (here / "recipes").mkdir()  # like in a project of `ppctl init`
     (here / "recipes/mine.py").write_text("def data(**given):\n    return [given]\n")
     with pytest.raises(ConfigError, match="returns a list, not a"):
         custom_data("recipes.mine.data", 4, 0.0, {}, seed=0)

@@ -207,7 +207,7 @@ def test_a_state_of_equal_shapes_with_layers_in_another_order_is_refused():
     for each in (*copies, jax.tree.map(jnp.copy, other), jax.tree.unflatten(structure, leaves)):
         with pytest.raises(ppctl.PpctlError, match="whose ranks hold other layers"):
             v_shaped.loss(each, BATCH)
-    assert v_shaped.loss(jax.device_get(state), BATCH) > 0  # a copy of its own state
+    assert v_shaped.loss(jax.device_get(state), BATCH) > 0  # a copy of its state
     del state["layer_in_slot"]
     with pytest.raises(ppctl.PpctlError, match="this pipeline: it has no layer_in_slot"):
         v_shaped.loss(state, BATCH)
