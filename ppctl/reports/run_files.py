@@ -27,6 +27,7 @@ NO_RUNS = {*INSIDE, *OF_TRACKERS, UNFINISHED}
 REMOVED = ".removed-"  # prefix of a run directory that is being removed
 TRACKERS_FILE = "trackers.json"  # the run's id at each tracker
 MEMORY_FILE = "memory.json"  # bytes of a device by rank and part, as compiled at the newest start
+WANDB_HEADER = 7  # bytes of a .wandb file without records
 SCHEDULE_FILE = "schedule.csv"  # the schedule that schedule=auto has found
 FAILED_FILE = "failed.json"  # file in processes/: the first failed process and its message
 RECORDS = ("metrics.jsonl", "eval.jsonl", run_status.FILE)
@@ -326,7 +327,9 @@ def tracker_commands(run_dir: Path) -> list[tuple[str, str]]:
     The command shows the records; that of Weights & Biases uploads its offline runs.
     """
     events, database = run_dir / "tensorboard", run_dir / "mlflow.db"
-    offline = sorted(map(str, (run_dir / "wandb").glob("offline-run-*")))
+    files = (run_dir / "wandb").glob("offline-run-*/*.wandb")
+    # `wandb sync` fails for the records of a start that was killed before the first one
+    offline = sorted(str(file.parent) for file in files if file.stat().st_size > WANDB_HEADER)
     commands: list[tuple[str, list[str]]] = []
     if os.path.isdir(events):
         commands.append(("TensorBoard", ["tensorboard", "--logdir", str(events)]))

@@ -12,6 +12,7 @@ from support.files import full_disk
 
 from ppctl import cli, config
 from ppctl.errors import ConfigError
+from ppctl.reports.run_files import tracker_commands
 from ppctl.training.run import trackers
 from ppctl.training.run.metrics import Metrics
 from ppctl.training.run.trackers import BackgroundTracker, RunFacts, check_trackers
@@ -186,3 +187,39 @@ def test_every_tracker_records_a_run_without_a_server_and_continues_it(
         )
     # `ppctl runs rm` removes a directory only if it knows every file in it
     assert cli.main(["runs", "rm", "run", "--yes"]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.full  # 5 CPU seconds, most of them imports
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_kill_while_the_database_of_mlflow_is_made_leaves_none(monkeypatch, tmp_path):
+    tracking = pytest.importorskip("mlflow.tracking")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    made = tracking.MlflowClient.search_experiments
+
+    def killed(client):
+        made(client)
+        (part,) = tmp_path.rglob("mlflow.db")
+        with sqlite3.connect(part) as store:  # as a kill leaves it: without its version
+            store.execute("drop table alembic_version")
+        raise KeyboardInterrupt
+
+    run = RunFacts(tmp_path, "a run", {"model": {"d_model": 64}}, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(tracking.MlflowClient, "search_experiments", killed)
+        with pytest.raises(KeyboardInterrupt):
+            trackers.mlflow(run)
+    assert not (tmp_path / "mlflow.db").exists()
+    trackers.mlflow(run).end(True)
+    with sqlite3.connect(tmp_path / "mlflow.db") as store:
+        assert store.execute("select status from runs").fetchall() == [("FINISHED",)]
+    assert [path.name for path in tmp_path.iterdir()] == ["mlflow.db"]
+
+
+def test_records_of_a_start_killed_before_the_first_are_not_uploaded(tmp_path):
+    for name, content in (("none", None), ("header", b":W&B\0\0\0"), ("some", b"0" * 8)):
+        folder = tmp_path / "wandb" / f"offline-run-{name}"
+        folder.mkdir(parents=True)
+        if content is not None:
+            (folder / "run.wandb").write_bytes(content)
+    command = f"wandb sync {tmp_path}/wandb/offline-run-some"
+    assert tracker_commands(tmp_path) == [("Weights & Biases", command)]

@@ -7,6 +7,8 @@ later records. Without a server, trackers write into the run directory.
 import json
 import os
 import queue
+import shutil
+import tempfile
 import textwrap
 import threading
 import time
@@ -117,8 +119,18 @@ def mlflow(run: RunFacts) -> Tracker:
     from mlflow.tracking import MlflowClient
 
     # 1. the server or database, and the experiment
-    local = f"sqlite:///{(run.run_dir / 'mlflow.db').absolute()}"
+    database = run.run_dir.absolute() / "mlflow.db"
+    local = f"sqlite:///{database}"
     place, id = os.environ.get("MLFLOW_TRACKING_URI") or local, run.id
+    if place == local and not database.exists():
+        # a kill would leave an unusable database: make it elsewhere, then rename it
+        part = database.with_name(f".{database.name}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        made = Path(tempfile.mkdtemp(dir=part), database.name)  # MLflow remembers names
+        MlflowClient(tracking_uri=f"sqlite:///{made}").search_experiments()
+        made.replace(database)
+        shutil.rmtree(part)
     client = MlflowClient(tracking_uri=place)
     project = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
     experiment = client.get_experiment_by_name(project)
