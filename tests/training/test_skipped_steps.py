@@ -92,12 +92,13 @@ def test_a_bad_batch_is_skipped_and_named_equally_by_all(skipping, tmp_path, lay
 def test_a_resumed_run_counts_on(skipping, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert skipping("mesh=1x1", run_dir=whole)[0] == 0
-    for number in ("run.num_steps=2", "run.num_steps=4"):
+    # step 3 is skipped; the rate of step 4 goes by updates with on_nonfinite=stop, too
+    for words in (("run.num_steps=3",), ("run.num_steps=4", "run.on_nonfinite=stop")):
         # the cosine of another length is another rate: the warm-up lasts longer than both
-        assert skipping("mesh=1x1", number, run_dir=parts)[0] == 0
+        assert skipping("mesh=1x1", *words, run_dir=parts)[0] == 0
     assert records(whole, "skipped.jsonl") == records(parts, "skipped.jsonl")
     rates = [[line["lr"] for line in records(run_dir)] for run_dir in (whole, parts)]
-    assert rates[0][-1] > 0
+    assert rates[0][-1] == rates[1][-1] > rates[0][1]
     assert len(rates[0]) == len(rates[1]) == 4
 
 
@@ -140,3 +141,9 @@ def test_without_skipping_a_bad_step_ends_the_run(skipping, tmp_path, tells):
     assert (found["failed"]["kind"], "skipped" in found) == ("non_finite", False)
     assert not (tmp_path / "run/skipped.jsonl").exists()
     assert json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])["loss"] is None
+    # the same run goes on with skipping, and is the run that skipped from the start
+    runs = tmp_path / "run", tmp_path / "skipping"
+    for run_dir in runs:
+        assert skipping("mesh=1x1", run_dir=run_dir)[0] == 0
+    assert difference(*(params(run_dir, 4) for run_dir in runs)) < 1e-15
+    assert records(runs[0], "skipped.jsonl") == records(runs[1], "skipped.jsonl")

@@ -91,7 +91,7 @@ class LayerOptimizer:
     @cached_property
     def skips_nonfinite(self) -> bool:
         """Whether the optimizer changes nothing if a gradient is not finite."""
-        return has_state(self.optimizer, self.one_layer, optax.ApplyIfFiniteState)
+        return skips(self.optimizer, self.one_layer)
 
     def init(self, params: Tree) -> Tree:
         """Return the initial state, in natural order."""
@@ -219,8 +219,7 @@ def check_optimizer(
     """
     try:
         check(optimizer, params)
-        kinds = optax.ApplyIfFiniteState, optax.ZeroNansState
-        both = all(has_state(optimizer, params, kind) for kind in kinds)
+        both = skips(optimizer, params) and has_state(optimizer, params, optax.ZeroNansState)
     except Mixing as error:
         raise ConfigError(
             "The optimizer's update of a parameter depends on other parameters, so it would "
@@ -238,10 +237,34 @@ def check_optimizer(
         )
 
 
+class SkipsNonFinite(optax.GradientTransformationExtraArgs):
+    """An optimizer that changes nothing if the global norm is not finite. It has no counters."""
+
+
+def skipping(optimizer: optax.GradientTransformation) -> SkipsNonFinite:
+    """Return the optimizer, with no update and the same state if the norm is not finite."""
+    inner = optax.with_extra_args_support(optimizer)
+
+    def update(
+        updates: Tree, state: Tree, params: Tree = None, *, norm: jax.Array, **others: Any
+    ) -> tuple[Tree, Tree]:
+        updates, after = inner.update(updates, state, params, norm=norm, **others)
+        chosen = lambda new, old: jnp.where(jnp.isfinite(norm), new, old)  # noqa: E731
+        return jax.tree.map(lambda u: chosen(u, 0), updates), jax.tree.map(chosen, after, state)
+
+    # optax's type of `update` has no extra arguments
+    return SkipsNonFinite(inner.init, update)  # pyright: ignore[reportArgumentType]
+
+
+def skips(optimizer: optax.GradientTransformation, params: Tree) -> bool:
+    """Return whether the optimizer changes nothing if a gradient is not finite."""
+    has_counters = has_state(optimizer, params, optax.ApplyIfFiniteState)
+    return has_counters or isinstance(optimizer, SkipsNonFinite)
+
+
 def has_rule(optimizer: optax.GradientTransformation, params: Tree) -> bool:
     """Return whether the optimizer has a rule for gradients that are not finite."""
-    kinds = optax.ApplyIfFiniteState, optax.ZeroNansState
-    return any(has_state(optimizer, params, kind) for kind in kinds)
+    return skips(optimizer, params) or has_state(optimizer, params, optax.ZeroNansState)
 
 
 def poisoned(grads: Tree, norm: jax.Array) -> Tree:

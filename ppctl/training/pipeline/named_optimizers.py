@@ -11,12 +11,12 @@ from optax.contrib import muon as matrices_by_muon
 from ppctl import config as settings
 from ppctl.errors import ConfigError
 from ppctl.model.stack import Stack
+from ppctl.training.pipeline.layer_optimizers import skipping
 from ppctl.training.pipeline.optimizers import adamw, decays, learning_rates
 from ppctl.training.pipeline.update_formulas import names_of
 from ppctl.training.pipeline.user_code import custom_optimizer
 
 Tree = Any
-MANY = 2**30  # skipped updates in a row that optax allows; the training loop stops far earlier
 RATES = ("lr", "min_lr_fraction", "warmup_steps", "lr_schedule", "decay_fraction")
 NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)  # coefficients: Jordan et al. 2024
 MATRIX = MuonDimensionNumbers(-2, -1)  # last dims: inputs, outputs; a dim of experts precedes them
@@ -31,7 +31,8 @@ def make_optimizer(
     """Return the optimizer of these settings, without clipping, and its learning-rate schedule.
 
     stack: the model to train. on_nonfinite: with skip, gradients that are not finite change
-    nothing, not even the update count, so the learning rate stays. ConfigError for Muon with a
+    nothing, not even the update count, so the learning rate stays. The state is the same with stop
+    and with skip, so a run can change from one to the other. ConfigError for Muon with a
     `Network`, or if the user's function fails.
     """
     rates = rates_of(vars(request), num_steps)
@@ -42,7 +43,7 @@ def make_optimizer(
             "matrices are in layers. Use optim=custom with a function that does, or optim=adamw."
         )
     made = MAKERS[type(request)](request, rates)
-    return (optax.apply_if_finite(made, MANY) if on_nonfinite == "skip" else made), rates
+    return (skipping(made) if on_nonfinite == "skip" else made), rates
 
 
 def rates_of(optim: Mapping[str, Any], num_steps: int) -> optax.Schedule:

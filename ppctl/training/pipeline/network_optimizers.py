@@ -28,6 +28,7 @@ from ppctl.training.pipeline.layer_optimizers import (
     check_optimizer,
     has_rule,
     poisoned,
+    skips,
     zeros_of,
 )
 from ppctl.training.pipeline.update_formulas import Place, has_state, places_in, update_formulas
@@ -110,7 +111,7 @@ class NetworkOptimizer:
 
     @property
     def skips_nonfinite(self) -> bool:
-        return has_state(self.optimizer, self.shapes, optax.ApplyIfFiniteState)
+        return skips(self.optimizer, self.shapes)
 
     def _tree(self, leaves: Leaves) -> Tree:
         number = len(self.network.shapes)

@@ -20,7 +20,7 @@ from ppctl.model.layer_reports import (
 from ppctl.model.random_keys import with_example_keys
 from ppctl.model.stack import NO_DECAY, Stack
 from ppctl.model.trainable_parameters import trained_part, with_trained
-from ppctl.training.pipeline.layer_optimizers import STAGED, LayerOptimizer
+from ppctl.training.pipeline.layer_optimizers import STAGED, LayerOptimizer, SkipsNonFinite
 from ppctl.training.pipeline.network_optimizers import NetworkOptimizer
 from ppctl.training.pipeline.update_formulas import names_of
 
@@ -76,7 +76,9 @@ def clipped(
 
     `update(..., norm=n)` takes the global norm, which may include gradients outside its tree.
     """
-    return optax.chain(optax.identity() if max_norm is None else clip_by_norm(max_norm), optimizer)
+    clip = optax.identity() if max_norm is None else clip_by_norm(max_norm)
+    both = optax.chain(clip, optimizer)
+    return SkipsNonFinite(*both) if isinstance(optimizer, SkipsNonFinite) else both
 
 
 def clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:

@@ -206,10 +206,11 @@ class Loop:
         if COUNTS in numbers and isinstance(self.job.config.model, Transformer):
             self.last |= balance(jax.device_get(numbers[COUNTS]))
         self.last |= {"step_time_s": step_time_s, **self._speeds(step_time_s)}
-        if self.job.config.run.on_nonfinite == "skip":
+        if num_skipped := self.metrics.num_skipped:
             rates: Any = self.job.pipe.lr_schedule
-            lr = float(rates(finished - 1 - self.metrics.num_skipped))
-            self.last |= {"lr": lr, "skipped_steps": self.metrics.num_skipped}
+            self.last |= {"lr": float(rates(finished - 1 - num_skipped))}
+        if self.job.config.run.on_nonfinite == "skip":
+            self.last |= {"skipped_steps": num_skipped}
             if not math.isfinite(grad_norm):
                 self._skip(finished)
                 return

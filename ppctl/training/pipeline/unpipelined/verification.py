@@ -105,7 +105,8 @@ class PlainModel:
             size = lambda g: jnp.maximum(tolerance * jnp.abs(g).max(), least)  # noqa: E731
             grads = jax.tree.map(lambda g: g + (shift * size(g)).astype(g.dtype), grads)
             trained, grads = map(by_layer, (trained_of(state["params"]), grads))
-            updates, optimizer_state = optimizer.update(grads, state["optimizer"], trained)
+            apply = optax.with_extra_args_support(optimizer).update
+            updates, optimizer_state = apply(grads, state["optimizer"], trained, norm=norm)
             trained = stacked(optax.apply_updates(trained, updates))
             params = with_trained(trained, state["params"])
             is_applied = jnp.isfinite(norm) if how["on_nonfinite"] == "skip" else True
