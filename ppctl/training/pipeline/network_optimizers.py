@@ -31,7 +31,7 @@ from ppctl.training.pipeline.layer_optimizers import (
     skips,
     zeros_of,
 )
-from ppctl.training.pipeline.update_formulas import Place, has_state, places_in, update_formulas
+from ppctl.training.pipeline.update_formulas import Place, places_in, update_formulas
 
 Tree = Any
 Shape = jax.ShapeDtypeStruct
