@@ -130,9 +130,11 @@ def _check_batch(batch_size: int, mesh: Mesh, schedule: AnySchedule) -> None:
     factors |= {f"mesh.{axis}": size for axis, size in sizes.items()}
     pieces = math.prod(factors.values())
     if batch_size % pieces:
+        number = batch_size // pieces
+        smaller = f"{number * pieces} or " if number else ""
         raise ConfigError(
             f"data.batch_size={batch_size} is not a multiple of {product_text(factors)}. "
-            f"Use data.batch_size={math.ceil(batch_size / pieces) * pieces}, or fewer microbatches."
+            f"Use data.batch_size={smaller}{(number + 1) * pieces}, or fewer microbatches."
         )
 
 

@@ -158,30 +158,40 @@ def _order_seed(seed: int, *part: int) -> int:
     return int(np.random.SeedSequence(seed, spawn_key=part).generate_state(1)[0])
 
 
-def num_held_out(have: str, num_examples: int, eval_fraction: float, batch_size: int) -> int:
+def num_held_out(
+    have: str,
+    num_examples: int,
+    eval_fraction: float,
+    batch_size: int,
+    least: int | None = None,
+    fewer: str = "",
+) -> int:
     """Return the number of held-out examples. DataError if either part is less than a batch.
 
-    have: the data and their size, as error messages begin.
+    have: the data and their size, as error messages begin. least: number to hold out of few
+    examples, if that leaves a batch to train on; None: a batch. fewer: a setting with which the
+    data suffice, for error messages.
 
-    >>> num_held_out("data.num_rows=1000", 1000, 0.05, 32)
-    50
+    >>> num_held_out("", 1000, 0.05, 32), num_held_out("", 100, 0.05, 32)
+    (50, 32)
     """
+    if eval_fraction > 0 and num_examples < 2 * batch_size:
+        smaller = f", {fewer or f'data.batch_size={num_examples // 2}'} or less"
+        smaller = smaller if fewer or num_examples > 1 else ""
+        raise DataError(
+            f"{have}: to train on a batch and hold out another takes 2*data.batch_size = "
+            f"{2 * batch_size}. Use more data{smaller}, or data.eval_fraction=0 with "
+            "run.eval_every=null."
+        )
     num_eval = math.floor(eval_fraction * num_examples + 1e-9)  # 0.29*100 is 28.999999999999996
+    if eval_fraction > 0:
+        num_eval = max(num_eval, min(least or batch_size, num_examples - batch_size))
     num_train = num_examples - num_eval
     if num_train < batch_size:
         smaller = " or data.eval_fraction" if num_eval else ""
         raise DataError(
             f"{have}: {num_examples}-{num_eval} = {num_train} are left to train on, fewer than "
             f"data.batch_size={batch_size}. Use more data, or a smaller data.batch_size{smaller}."
-        )
-    if eval_fraction > 0 and num_eval < batch_size:
-        enough = math.ceil(1000 * batch_size / num_examples) / 1000
-        is_enough = 2 * batch_size <= (1 - 0.001) * num_examples
-        larger = f"data.eval_fraction={enough}, " if is_enough else ""
-        raise DataError(
-            f"{have}: data.eval_fraction={eval_fraction} of {num_examples} holds out {num_eval}, "
-            f"fewer than data.batch_size={batch_size}. Use {larger}more data, a smaller "
-            "data.batch_size, or data.eval_fraction=0 with run.eval_every=null."
         )
     return num_eval
 
@@ -195,14 +205,17 @@ def divided(
     batch_size: int,
     seed: int,
     eval_fraction: float,
+    least_held_out: int | None = None,
+    fewer: str = "",
     **facts: Any,
 ) -> DataSet:
     """Return a data set of num_examples examples, the last eval_fraction of them held out.
 
-    content: JSON values that determine the examples; have: as in `num_held_out`; facts: other
-    fields of the DataSet.
+    content: JSON values that determine the examples; have, least_held_out, fewer: as in
+    `num_held_out`; facts: other fields of the DataSet.
     """
-    num_eval = num_held_out(have, num_examples, eval_fraction, batch_size)
+    sizes = num_examples, eval_fraction, batch_size
+    num_eval = num_held_out(have, *sizes, least_held_out, fewer)
     order = {"name": name, "batch_size": batch_size, "seed": seed}
     return DataSet(
         **order,

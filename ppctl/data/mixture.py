@@ -1,5 +1,6 @@
 """Language data from several parts, each with its files and its weight."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,17 +20,19 @@ def mixture(
 ) -> DataSet:
     """Return a data set that interleaves several parts in proportion to their weights.
 
-    Epochs are counted for each part separately. Each part holds out eval_fraction of its examples.
+    Epochs are counted for each part separately. Each part holds out eval_fraction of its examples,
+    and its share of a batch at least.
     how: further arguments of `text`. Raises DataError if a part has too few examples to train on or
     to hold out.
     """
     # 1. the data set of each part
     how |= {"batch_size": 1, "seed": seed, "eval_fraction": eval_fraction}
-    sets, weights = list[DataSet](), list[float]()
+    sets, weights = list[DataSet](), [float(part["weight"]) for part in parts]
+    shares = [weight / sum(weights) for weight in weights]
     for number, part in enumerate(parts):
         of_part = {key: value for key, value in part.items() if key != "weight"}
+        how["least_held_out"] = math.ceil(batch_size * shares[number])
         sets.append(text(source=f"data.parts[{number}].path={part['path']}", **of_part, **how))
-        weights.append(float(part["weight"]))
 
     # 2. number the examples: training ones of all parts, then held-out ones, then short ones
     sizes = [(each.num_examples, each.num_eval_examples, each.num_short) for each in sets]
@@ -51,7 +54,6 @@ def mixture(
         return batch
 
     # 3. names and sizes
-    shares = [weight / sum(weights) for weight in weights]
     texts = [f"{share:.1%} {each.source}" for share, each in zip(shares, sets, strict=True)]
     mixed = tuple(zip(trained, held_out, weights, strict=True))
     order = {"name": "mixture", "batch_size": batch_size, "seed": seed}

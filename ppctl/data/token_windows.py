@@ -59,6 +59,9 @@ def from_tokens(
     if num_windows == 0 and how["batch_size"] == 1:
         num_windows, num_short = num_short, 0
 
+    shorter = num_targets // (2 * how["batch_size"])
+    fewer = f"model.seq_len={shorter}" if shorter else ""
+
     # 2. examples
     def read(examples: np.ndarray) -> Batch:
         inputs = np.zeros((len(examples), seq_len), np.int32)
@@ -79,6 +82,7 @@ def from_tokens(
         have=f"{source}: {count} of model.seq_len={seq_len}",
         num_examples=num_windows,
         num_short=num_short,
+        fewer=fewer,
         read=read,
         **how,
     )

@@ -14,7 +14,7 @@ import numpy as np
 import yaml
 from jax.sharding import NamedSharding
 
-from ppctl.config import Config, Run, Tokens, Transformer
+from ppctl.config import Config, Interleaved, Mesh, Run, Tokens, Transformer
 from ppctl.config.field_checks import settings_from
 from ppctl.data import DataSet
 from ppctl.data.chat_templates import chat_template, special_token
@@ -205,7 +205,8 @@ def write_recipe(
     the recipe's header; optim: settings of optim, None: the defaults.
     """
     run = {"name": f"{out.name}-trained", "start_from": str(out.absolute())}
-    document = {"defaults": [{"override /model": "transformer"}], "model": settings, "run": run}
+    defaults = [{"override /model": "transformer"}, *_layout(settings["num_layers"])]
+    document = {"defaults": defaults, "model": settings, "run": run}
     document |= {} if optim is None else {"optim": dict(optim)}
     has_tokenizer = (part / SOURCE / FILE).is_file()
     tokenizer = out.absolute() / SOURCE if has_tokenizer else "none came with the model"
@@ -215,3 +216,16 @@ def write_recipe(
     path = part / RECIPE
     path.parent.mkdir()
     path.write_text("\n".join([*head, yaml.safe_dump(document, sort_keys=False)]))
+
+
+def _layout(num_layers: int) -> list[dict[str, str]]:
+    """Return the choices of mesh and schedule for models with fewer layers than default stages.
+
+    >>> _layout(3), _layout(8)
+    ([{'override /mesh': '2x2'}, {'override /schedule': '1f1b'}], [])
+    """
+    default = Mesh(2, 4)  # and schedule=interleaved, as in conf/config.yaml
+    if num_layers >= Interleaved().num_chunks * default.pp:
+        return []
+    pp = min(default.pp, 1 << (num_layers.bit_length() - 1))
+    return [{"override /mesh": f"{default.dp}x{pp}"}, {"override /schedule": "1f1b"}]

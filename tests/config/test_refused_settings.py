@@ -326,7 +326,7 @@ MIXTURES = [
         ),
         (
             config_with(data=c.Synthetic(batch_size=12)),
-            r"12 is not a multiple of .* = 8\*1\*1 = 8. Use .*=16",
+            r"12 is not a multiple of .* = 8\*1\*1 = 8. Use .*=8 or 16",
         ),
         (
             config_with(partition=c.Explicit(layers=None)),

@@ -63,7 +63,10 @@ def test_a_memory_map_has_the_fingerprint_of_its_content(tmp_path):
             rows(targets=np.arange(39)),
             "a.b has 40 of inputs, 39 of targets; every array needs one entry per example",
         ),
-        (rows(4), r"a.b: 4 examples: 4-1 = 3 are left to train on, fewer than data.batch_size=4"),
+        (
+            rows(4),
+            r"a.b: 4 examples: to train on a batch and hold out another takes 2.data.batch_size = 8",
+        ),
     ],
 )
 def test_invalid_arrays_are_refused(arrays, said):

@@ -77,6 +77,17 @@ def test_indices_of_a_mixture_cover_its_parts_and_their_short_examples(build, tm
     assert sorted(found) == sorted(expected)
 
 
+@pytest.mark.parametrize("weights", [(0.5, 0.5), (0.7, 0.3), (0.97, 0.03)])
+def test_a_mixture_of_few_examples_holds_out_a_batch(build, tmp_path, weights):
+    parts = [
+        {"path": str(tmp_path / name), "weight": weight, "field": "text", "prompt_field": None}
+        | {"document": "file"}
+        for name, weight in zip(("text.txt", "other.txt"), weights, strict=True)
+    ]
+    dataset = build("mixture", parts=parts, batch_size=8, eval_fraction=0.001)
+    assert len([*dataset.eval_batches(1)]) == 1
+
+
 def test_weights_and_parts_decide_the_fingerprint(build):
     prints = {
         build("mixture").fingerprint,

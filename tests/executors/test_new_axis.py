@@ -80,6 +80,6 @@ def test_the_setting_of_a_new_axis_is_composed_explained_and_checked(found):
         in shown["typo"]["err"]
     )
     assert (
-        "num_microbatches*mesh.dp*mesh.fsdp*mesh.xp = 2*1*1*2 = 4. Use data.batch_size=12"
+        "num_microbatches*mesh.dp*mesh.fsdp*mesh.xp = 2*1*1*2 = 4. Use data.batch_size=8 or 12"
         in shown["batch"]["err"]
     )

@@ -25,7 +25,7 @@ def test_an_evaluation_uses_the_held_out_batches_with_a_note():
     assert check_evaluations(Run(), rows(num_rows=1000)) is None
     assert num_eval_batches(Run(), rows()) == 3
     assert check_evaluations(Run(), rows()) == (
-        "evaluates on 3 batches of data.batch_size=8, not the usual 4: 25 examples are held out."
+        "evaluates on 3 batches of data.batch_size=8, not the usual 4: 25 of 100 examples are held out."
     )
     assert check_evaluations(Run(eval_batches=2), rows()) is None
     assert check_evaluations(Run(eval_every=None), rows()) is None

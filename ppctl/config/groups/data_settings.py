@@ -30,7 +30,8 @@ class Data(Settings):
     name: str = "???"
     # global batch: examples (sequences, for text) per step
     batch_size: Annotated[int, up_to(2**24, "a batch is put together on a host")] = 32
-    eval_fraction: Rate = 0.05  # share of examples held out for evaluation
+    # share of examples held out for evaluation, at least a batch; 0: none
+    eval_fraction: Rate = 0.05
 
     KEY = "data"
 

@@ -60,7 +60,8 @@ def check_evaluations(run: settings.Run, data: DataSet) -> str | None:
         return None
     return (
         f"evaluates on {number} batch{'es' * (number > 1)} of data.batch_size={data.batch_size}, "
-        f"not the usual {run.EVAL_BATCHES}: {data.num_eval_examples} examples are held out."
+        f"not the usual {run.EVAL_BATCHES}: {data.num_eval_examples} of "
+        f"{data.num_examples + data.num_eval_examples} examples are held out."
     )
 
 
