@@ -38,10 +38,10 @@ def from_arrays(arrays: Mapping[str, Any], *, source: str, **how: Any) -> DataSe
 
     # 2. examples in a random order
     num_examples = len(inputs)
-    order = generator(ORDER_SEED).permutation(num_examples)
+    rows = generator(ORDER_SEED).permutation(num_examples)
 
     def read(numbers: np.ndarray) -> Batch:
-        return {name: np.asarray(array[order[numbers]]) for name, array in columns.items()}
+        return {name: np.asarray(array[rows[numbers]]) for name, array in columns.items()}
 
     # 3. sizes and digests
     input_dim, target_dim = (
@@ -60,6 +60,7 @@ def from_arrays(arrays: Mapping[str, Any], *, source: str, **how: Any) -> DataSe
         have=have,
         num_examples=num_examples,
         read=read,
+        rows=rows,
         input_dim=input_dim,
         target_dim=target_dim,
         **how,

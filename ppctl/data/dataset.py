@@ -17,7 +17,7 @@ from ppctl.errors import DataError
 Batch = dict[str, np.ndarray]
 Part = tuple[int, int, float]  # number of training examples, number of held-out ones, weight
 
-ORDER_VERSION = 1  # part of every fingerprint: raise it when a change of code changes batches
+ORDER_VERSION = 2  # part of every fingerprint: raise it when a change of code changes batches
 EVAL_ORDER_SEED = 0  # not the run's seed, so that all seeds are evaluated on the same text
 READ_AHEAD = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
 
@@ -47,6 +47,8 @@ class DataSet:
     is_packed: bool = False  # inputs mark where documents start, see `ppctl.data.pack_documents`
     mixture: Sequence[Part] = ()  # consecutive parts, mixed by weight, each with a separate order
     num_short: int = 0  # padded examples with the last indices; not used in training
+    # the user's row of each index [num_examples + num_eval_examples]; None: equal to the index
+    rows: np.ndarray | None = field(default=None, repr=False, compare=False)
 
     def batches(self, start_step: int = 0, rows: Sequence[int] | None = None) -> Iterator[Batch]:
         """Yield global batches start_step, start_step+1, ... without end.
@@ -60,10 +62,11 @@ class DataSet:
         return self._in_order(self._order(), steps, rows)
 
     def examples_of(self, step: int) -> list[int]:
-        """Return the indices of the batch_size examples in global batch `step`, in order."""
+        """Return the user's rows of the batch_size examples in global batch `step`, in order."""
         order: Any = self._order()
         first = step * self.batch_size
-        return [int(order[first + row]) for row in range(self.batch_size)]
+        numbers = [int(order[first + row]) for row in range(self.batch_size)]
+        return numbers if self.rows is None else self.rows[numbers].tolist()
 
     def eval_batches(self, num_batches: int, rows: Sequence[int] | None = None) -> Iterator[Batch]:
         """Yield `rows` of the first num_batches held-out batches, the same for every seed.
@@ -110,10 +113,9 @@ class DataSet:
         bounds = np.cumsum([0, *(num for num, _, _ in self._parts)]).tolist()
         orders = []
         for i, (first, last) in enumerate(pairwise(bounds)):
-            order = grain.MapDataset.range(first, last)
-            if self.is_shuffled:
-                order = order.shuffle(seed=_order_seed(self.seed, *((i,) if self.mixture else ())))
-            orders.append(order.repeat())
+            seed = _order_seed(self.seed, *((i,) if self.mixture else ()))
+            in_order = grain.MapDataset.range(first, last)
+            orders.append((shuffled(first, last, seed) if self.is_shuffled else in_order).repeat())
         return mixed(orders, [weight for _, _, weight in self._parts])
 
     def _in_order(
@@ -137,9 +139,28 @@ def held_out_of(first: int, mixture: Sequence[Part]) -> grain.MapDataset[int]:
     A mixture ends when one of its parts is used up.
     """
     bounds = np.cumsum([first, *(num for _, num, _ in mixture)]).tolist()
-    ranges = [grain.MapDataset.range(a, b) for a, b in pairwise(bounds)]
-    orders = [numbers.shuffle(seed=EVAL_ORDER_SEED) for numbers in ranges]
+    orders = [shuffled(a, b, EVAL_ORDER_SEED) for a, b in pairwise(bounds)]
     return mixed(orders, [weight for _, _, weight in mixture])
+
+
+def shuffled(first: int, last: int, seed: int) -> grain.MapDataset[int]:
+    """Return the numbers from `first` to `last` - 1 in an order that each epoch draws anew.
+
+    grain permutes blocks of 2^b values, b even and at least 16. Of 2^b + 1 numbers it gives one
+    twice and leaves one out. For these, the cycles of its permutation of one more number are used,
+    with that number taken out.
+    """
+    num = last - first
+    if num - 1 < 2**16 or (num - 1) & (num - 2) or num.bit_length() % 2 == 0:
+        return grain.MapDataset.range(first, last).shuffle(seed=seed)
+    longer = grain.MapDataset.range(num + 1).shuffle(seed=seed)
+
+    def number(position: int, _: int) -> int:
+        epoch, index = divmod(position, num)
+        found = longer[epoch * (num + 1) + index]
+        return first + (longer[epoch * (num + 1) + num] if found == num else found)
+
+    return grain.MapDataset.range(first, last).map_with_index(number)
 
 
 def mixed(
@@ -264,7 +285,7 @@ def generator(seed: int, *key: int) -> np.random.Generator:
 
 # --- descriptions in checkpoints: the fields of a data set, without its examples -----------------
 
-STORED = tuple(each.name for each in fields(DataSet) if each.name != "read")
+STORED = tuple(each.name for each in fields(DataSet) if each.compare)
 
 
 def description(data: DataSet, shapes: Mapping[str, Any]) -> dict[str, Any]:

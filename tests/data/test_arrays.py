@@ -39,6 +39,15 @@ def test_every_example_occurs_once_and_held_out_ones_are_of_all_classes():
     )
 
 
+def test_a_batch_names_the_rows_of_the_users_arrays():
+    """Not positions in the order that the data set draws; a description knows no rows."""
+    data = dataset(rows(), seed=3)
+    for step, batch in zip(range(20), data.batches(), strict=False):
+        np.testing.assert_array_equal(batch["inputs"], rows()["inputs"][data.examples_of(step)])
+    there = described(description(data, data.read(np.arange(4))))
+    assert (there, there.rows) == (data, None)
+
+
 def test_without_targets_the_inputs_are_the_targets():
     found = dataset(rows(targets=None)).read(np.arange(3))
     np.testing.assert_array_equal(found["inputs"], found["targets"])

@@ -12,8 +12,9 @@ import time
 
 import numpy as np
 import pytest
+from support.selection import full
 
-from ppctl.data.dataset import READ_AHEAD, num_held_out
+from ppctl.data.dataset import READ_AHEAD, num_held_out, shuffled
 from ppctl.errors import DataError
 
 KINDS = "stdlib", "text", "mixture", "tokens", "synthetic", "regression"
@@ -140,6 +141,36 @@ def test_an_epoch_has_every_example_once_and_the_next_epoch_has_another_order(bu
 def test_neighbouring_seeds_share_no_epoch(build, name):
     of_0, of_1 = (two_epochs(build(name, seed=seed, **few_examples(name))) for seed in (0, 1))
     assert len({epoch.tobytes() for epoch in (*of_0, *of_1)}) == 4
+
+
+def collides(num):
+    """Whether an order of `num` examples gives its last number as it does an earlier one.
+
+    A permutation of too few values, 2^b, gives positions that differ by 2^b the same number.
+    """
+    order, last = shuffled(0, num, seed=num), num - 1
+    return order[last] == order[last - 2 ** (last.bit_length() - 1)]
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [65_537, 262_145, *range(2, 70_000, 97)],
+        full(range(2, 70_001)),
+        full([2**b + d for b in range(1, 32) for d in (0, 1, 2)]),
+    ],
+)
+def test_the_last_example_is_not_another_one_too(lengths):
+    assert [num for num in lengths if collides(num)] == []
+
+
+@pytest.mark.parametrize("num", [65_537, full(65_536), full(65_538), full(262_145)])
+def test_an_epoch_has_each_example_once_and_the_next_has_another_order(num):
+    order = shuffled(7, 7 + num, seed=3).repeat()
+    first, second = ([order[i] for i in range(e * num, (e + 1) * num, 1 + 99 * e)] for e in (0, 1))
+    assert sorted(first) == [*range(7, 7 + num)]
+    assert len({*second}) == len(second)
+    assert first[::100] != second
 
 
 @every_kind

@@ -8,9 +8,7 @@ import pytest
 from support.selection import full
 from support.small_runs import checkpoints, records
 
-from ppctl.cli.compose import compose
 from ppctl.training.checkpoint.checkpoint import Checkpoints
-from ppctl.training.pipeline.job import open_data
 
 BAD = 17  # the example that makes its step's gradients not finite
 WORDS = (
@@ -68,9 +66,7 @@ def test_a_bad_batch_is_skipped_and_named_equally_by_all(skipping, tmp_path, lay
         assert code == 0, err
         (skipped,) = records(run_dir, "skipped.jsonl")
         step = skipped["step"]
-        rows = open_data(compose([*WORDS.split(), *layout.split()])).read
-        of_each = [np.isnan(rows(np.array([i]))["inputs"]).any() for i in skipped["examples"]]
-        assert sum(of_each) == 1
+        assert skipped["examples"].count(BAD) == 1  # a row of the user's array
         assert len(skipped["examples"]) == 16
         assert "grad_norm=nan: skipped, see skipped.jsonl" in out
         # the state before and after are equal, the rate goes by updates
