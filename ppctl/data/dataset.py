@@ -153,7 +153,7 @@ def shuffled(first: int, last: int, seed: int) -> grain.MapDataset[int]:
     num = last - first
     if num - 1 < 2**16 or (num - 1) & (num - 2) or num.bit_length() % 2 == 0:
         return grain.MapDataset.range(first, last).shuffle(seed=seed)
-    longer = grain.MapDataset.range(num + 1).shuffle(seed=seed)
+    longer: Any = grain.MapDataset.range(num + 1).shuffle(seed=seed)
 
     def number(position: int, _: int) -> int:
         epoch, index = divmod(position, num)
