@@ -57,6 +57,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line `argv` (default: sys.argv[1:]) and return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     try:
+        if not _has_directory():
+            raise ConfigError("the current directory was removed. Go to another one.")
         with written_as(as_setting):
             code = _serve(argv)
         sys.stdout.flush()
@@ -76,6 +78,12 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     except Exception as error:
         return _show_unexpected(error, argv)
+
+
+def _has_directory() -> bool:
+    with suppress(FileNotFoundError):
+        return bool(os.getcwd())
+    return False
 
 
 def _show_unexpected(error: Exception, argv: list[str]) -> int:

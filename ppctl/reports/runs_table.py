@@ -95,6 +95,10 @@ def find_run(name: str, tops: Sequence[Path]) -> tuple[str, Path]:
         _check_readable(path)
         below = f"`ppctl runs {name}` lists the runs below it."
         raise ConfigError(f"{name} is no run: it has no metrics.jsonl. {below}")
+    is_path = path.is_absolute() or ("/" in name and not any(map(os.path.isdir, tops)))
+    if is_path and not os.path.exists(path):
+        below = "`ppctl runs DIR` lists the runs below DIR."
+        raise ConfigError(f"{name} is no run: there is no such directory. {below}")
     closed: list[str] = []
     names = dict(names_of(tops, closed))
     matches = [name] if name in names else [each for each in names if name in each]

@@ -150,3 +150,13 @@ def test_where_jax_was_handlers_run_at_the_end_and_the_interpreter_is_not_torn_d
             [sys.executable, "-c", ENDING, *words], capture_output=True, text=True, check=False
         )
         assert (done.returncode, done.stdout.splitlines(), done.stderr) == (7, said, "")
+
+
+@pytest.mark.parametrize("command", ["runs", "train recipes=tiny", "init x", "import m --out x"])
+def test_a_removed_current_directory_is_one_line(command, tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert cli.main(command.split()) == 2
+    line = "ppctl: the current directory was removed. Go to another one.\n"
+    assert capsys.readouterr().err == line

@@ -275,6 +275,8 @@ FAULTS = [
     ("show cba", r"cba is no run in runs. Did you mean (cab|abc)\?"),
     ("show qqqqqqqq", r"qqqqqqqq is no run in runs. \(runs: cab, dab, abc\)"),
     ("show file", "file is no run in runs"),
+    ("show /nonexist", "/nonexist is no run: there is no such directory. `ppctl runs DIR` lists"),
+    ("show a/b nowhere", "a/b is no run: there is no such directory. `ppctl runs DIR` lists"),
     (
         "show empty",
         "empty is no run: it has no metrics.jsonl. `ppctl runs empty` lists the runs below it",

@@ -113,6 +113,8 @@ def test_prune_keeps_the_newest_and_permanent_checkpoints(train, tmp_path, capsy
     assert code == 0, err
     found = json.loads(out)
     assert found["removed"] == ["1", "3", "9.after-6"]
+    told = f"ppctl: removed 3 checkpoints in {run_dir / 'checkpoints'}: 1, 3, 9.after-6, "
+    assert err.startswith(told), err
     assert found["kept"] == [2, 4, 5, 6]
     assert found["disk_bytes"] > 0
     assert checkpoints(run_dir) == [2, 4, 5, 6]

@@ -53,7 +53,8 @@ def prune(
     # 2. the confirmation, and the removal
     size = sum(disk_bytes(folder / name) or (folder / name).lstat().st_size for name in gone)
     line = f"{folder}: {few(gone)}, {size_text(size)}; kept: {stays}"
-    ask([printable(line)], f"Remove {len(gone)} for good?", "prune", is_sure=is_sure)
+    count = f"{len(gone)} checkpoint{'s' * (len(gone) > 1)}"
+    ask([printable(line)], f"Remove {count} for good?", "prune", is_sure=is_sure)
     try:
         with kept_still(run.path):
             for name in gone:
@@ -63,7 +64,7 @@ def prune(
     except OSError as error:
         what = f"{error.filename} cannot be removed: {error.strerror}"
         raise ConfigError(f"{what}. Make it writable, or leave it.") from error
-    print(f"ppctl: removed {len(gone)}, {size_text(size)}", file=sys.stderr)
+    print(f"ppctl: removed {count} in {printable(line)}", file=sys.stderr)
     if as_json:
         show_json({"removed": gone, "kept": sorted(kept), "disk_bytes": size})
     return 0
