@@ -63,7 +63,7 @@ def transformer(rng: random.Random, room: int) -> tuple[list[str], list[str], Ax
         words.append("model.linear_dtype=fp8")
         axes.is_rounded = True
     # 3. its data and adapters
-    words += _data(rng, seq_len)
+    words += _data(rng, seq_len, packs=axes.cp == 1 and _often(rng))
     gates = activation == "swiglu" and not has_experts
     return words, _adapters(rng, gates, has_experts) if has_adapters else [], axes
 
@@ -101,11 +101,11 @@ def _experts(rng: random.Random, axes: Axes, width: int, has_adapters: bool) -> 
     return [f"model.moe.{name}={value}" for name, value in moe.items()]
 
 
-def _data(rng: random.Random, seq_len: int) -> list[str]:
+def _data(rng: random.Random, seq_len: int, *, packs: bool) -> list[str]:
     """Return the words of dense sequences, or of documents, with masked targets or packed."""
     vocab = rng.randint(2, 32)
     more = [f"model.vocab_size={vocab + rng.randint(0, 5)}"] * (rng.random() < 0.3)
-    packs, masked = _often(rng), rng.choice((0, 0.3, 0.9)) if _often(rng) else 0
+    masked = rng.choice((0.3, 0.9)) if _often(rng) else 0
     if not packs and not masked:
         return [*more, "data=synthetic", "data.num_sequences=512", f"data.vocab_size={vocab}"]
     options = {"seq_len": seq_len, "vocab_size": vocab, "packs": str(packs).lower()}
