@@ -1,4 +1,4 @@
-"""`ppctl verify` and `ppctl bench`: right gradients pass, wrong ones fail, and the printed numbers are the compared ones."""
+"""`ppctl verify` and `ppctl bench`: right gradients pass, wrong ones fail, printed numbers are exact."""
 
 import json
 import math
@@ -88,6 +88,18 @@ def test_one_wrong_layer_fails_and_is_named(monkeypatch, capsys):
         " !" in line for line in shown.splitlines() if line.strip().startswith("layers/kernel")
     ] == [True]
     assert sum(" !" in line for line in shown.splitlines()) == 2  # and where the worst is named
+
+
+@pytest.mark.parametrize(
+    ("capacity", "mesh", "is_noted"),
+    [(1.5, (1, 2, 1, 2), True), (1.5, (1, 2), False), (None, (1, 2, 1, 2), False)],
+)
+def test_a_note_names_a_capacity_that_may_drop_other_tokens(capacity, mesh, is_noted):
+    moe = Experts(num_experts=4, capacity=capacity)
+    note = verify.capacity_note(config.Transformer(moe=moe), config.Mesh(*mesh))
+    assert (note is not None) == is_noted
+    assert note is None or "verify with model.moe.capacity=null" in note
+    assert verify.capacity_note(config.MLP(), config.Mesh(*mesh)) is None
 
 
 def test_a_gradient_that_is_not_a_number_fails(monkeypatch, capsys):

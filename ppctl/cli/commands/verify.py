@@ -5,7 +5,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
 
-from ppctl.config import Config
+from ppctl.config import AnyModel, Config, Mesh, Transformer
 from ppctl.config.schedule_from_config import label
 from ppctl.reports.terminal_output import OutputConsole, show_json, show_lines, show_table
 from ppctl.training.pipeline.job import TrainingJob, assemble, partition_text
@@ -57,7 +57,8 @@ def verify(config: Config, *, as_json: bool) -> int:
     unkept = keep_compiled(config.run.compilation_cache)
     job = assemble_to_verify(config)
     check_comparable(job.pipe)
-    notes = [note for note in (unkept, *check_job(job)) if note is not None]
+    found = unkept, capacity_note(config.model, config.mesh), *check_job(job)
+    notes = [note for note in found if note is not None]
     plain = plain_model(job)
     state = job.pipe.engine.new_state()  # initial state, for gradients and steps
     batch = job.pipe.put(next(job.data.batches()))
@@ -73,6 +74,17 @@ def verify(config: Config, *, as_json: bool) -> int:
     else:
         _show(comparison, notes)
     return 0 if comparison.ok else 1
+
+
+def capacity_note(model: AnyModel, mesh: Mesh) -> str | None:
+    """Return the note that a capacity may drop other tokens than the un-pipelined model does."""
+    capacity = model.moe.capacity if isinstance(model, Transformer) else None
+    if capacity is None or mesh.ep * mesh.tp == 1:
+        return None
+    return (
+        f"model.moe.capacity={capacity:g} may drop tokens that one device keeps. If the comparison "
+        "fails, verify with model.moe.capacity=null."
+    )
 
 
 def _document(comparison: Comparison) -> dict[str, Any]:
