@@ -103,11 +103,7 @@ def _train(
         start, restored, _ = resumed = resume(job, checkpoints, say)
         if start == 0:
             restored = state_from(job)
-            differs = run.start_from and changed_tokenizer(Path(run.start_from), job.config.data)
-            if differs:
-                say(f"note      {differs}; token ids may mean other texts than in run.start_from")
-        elif differs := changed_tokenizer(run_dir, job.config.data):
-            say(f"note      {differs}; it makes the same tokens of this text and replaces the copy")
+        _note_tokenizer(job, start, say)
         if start == run.num_steps:
             steps = f"run.num_steps={start} steps"
             say(f"{run_dir} has finished all {steps}. Use a larger run.num_steps to go on.")
@@ -118,7 +114,7 @@ def _train(
             check_disk(run, state_bytes(job))
         # 2. describe and record the start
         prediction = predict(job)
-        notes = () if status is None else status.notes
+        notes = status.notes if status else ()
         for line in (*describe(job, start, resumed.changed), prediction.line(), *notes):
             say(line)
         if status is not None:
@@ -143,6 +139,18 @@ def _train(
     # 5. sum up
     _sum_up(loop, end["status"], say, as_json=as_json and is_lead)
     return 128 + stopped_by if stopped_by else 0
+
+
+def _note_tokenizer(job: TrainingJob, start: int, say: Say) -> None:
+    """Print a line if the tokenizer differs from that of run.start_from, or of an earlier start."""
+    run, data = job.config.run, job.config.data
+    if start:
+        directory, what = run.dir, "it makes the same tokens of this text and replaces the copy"
+    else:
+        directory, what = run.start_from, "token ids may mean other texts than in run.start_from"
+    differs = None if directory is None else changed_tokenizer(Path(directory), data)
+    if differs:
+        say(f"note      {differs}; {what}")
 
 
 def _checkpoints(run: Run, events: Events) -> Checkpoints:
