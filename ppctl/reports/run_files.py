@@ -32,7 +32,7 @@ SCHEDULE_FILE = "schedule.csv"  # the schedule that schedule=auto has found
 FAILED_FILE = "failed.json"  # file in processes/: the first failed process and its message
 RECORDS = ("metrics.jsonl", "eval.jsonl", run_status.FILE)
 # files that a run set aside: damaged, or written after the step that a resumed run went back to
-ASIDE = re.compile(r".*\.(damaged|after-\d+)(\.\d+|\.jsonl)?")
+ASIDE = re.compile(r".*\.(damaged|after-\d+)(\.\d+)?(\.jsonl)?")
 OTHERS = ("skipped.jsonl", run_status.STOP_FILE, MEMORY_FILE, TRACKERS_FILE)
 WRITTEN = ("config.yaml", *RECORDS, *OTHERS, *INSIDE)  # all names that a run writes
 TAILS = (4096, 65536)  # bytes of a file's end to read; a line has about 400

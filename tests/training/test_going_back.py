@@ -72,13 +72,27 @@ def test_a_repeated_command_does_not_go_back_again(train, copy):
 def test_going_back_is_completed_after_a_kill(copy):
     run_dir = copy(6)
     folder = run_dir / "checkpoints"
-    (folder / ".going-back-to-2").touch()
     (folder / "6").rename(folder / "6.after-2")
     with Checkpoints(folder, keep=3) as found:
+        assert not found.went_back(2)
         assert found.go_back(2) == ["4.after-2"]
         assert found.steps() == (2,)
-        assert found.go_back(2) is None
-    assert not (folder / ".going-back-to-2").exists()
+        assert found.went_back(2)
+
+
+def test_a_run_goes_back_to_a_step_again_after_it_went_back_to_another(train, copy):
+    run_dir = copy(6)
+    every = "run.checkpoint.every=2", "run.checkpoint.keep=9"
+    for step, last in ((4, 7), (2, 6), (4, 7), (6, 8)):
+        words = *every, f"run.resume={step}", f"run.num_steps={last}"
+        code, out, _ = train(*words)
+        assert code == 0
+        assert f"resuming after step {step}" in out
+        assert checkpoints(run_dir)[-1] == last
+    kept = {"6.after-4", "7.after-2", "6.after-4.2", "7.after-6", "metrics.after-4.2.jsonl"}
+    assert kept <= {*aside(run_dir)}
+    # a repeated command goes on from the newest checkpoint
+    assert "resuming after step 8" in train("run.resume=6", "run.num_steps=9")[1]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +124,7 @@ def test_prune_keeps_the_newest_and_permanent_checkpoints(train, tmp_path, capsy
     assert train(*words)[0] == 0
     shutil.copytree(run_dir / "checkpoints/6", run_dir / "checkpoints/9.after-6")
     code, out, err = prune(capsys, run_dir, "--keep", "2", "--yes", "--json")
-    assert code == 0, err
+    assert code == 0
     found = json.loads(out)
     assert found["removed"] == ["1", "3", "9.after-6"]
     told = f"ppctl: removed 3 checkpoints in {run_dir / 'checkpoints'}: 1, 3, 9.after-6, "

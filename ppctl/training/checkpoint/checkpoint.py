@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import jax
-import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from ppctl.errors import CheckpointError, DamagedError, SaveError
@@ -118,7 +117,7 @@ class Checkpoints:
                 f"Step {step} cannot be saved: {self.directory} already holds {_listed(newer)} of "
                 "another run. Use another run.dir, or move these checkpoints away."
             )
-        state = jax.tree.map(_array, state)
+        state = jax.tree.map(orbax_io.saveable, state)
         digested = digest(state)
         if not digested.is_finite:
             return False
@@ -194,8 +193,7 @@ class Checkpoints:
     def set_aside(self, step: int, kind: str = "damaged") -> str:
         """Rename the checkpoint of `step` to `<step>.<kind>[.<n>]`; return the new name."""
         assert self._keep is not None, "not open for saving"
-        names = (f"{step}.{kind}{suffix}" for suffix in ("", *(f".{n}" for n in range(2, 1000))))
-        name = next(name for name in names if not (self.directory / name).exists())
+        name = aside_name(self.directory, f"{step}.{kind}")
         stays = f"Checkpoint {self.directory / str(step)} is {kind} and cannot be moved away"
         away = "Move it away, or use another run.dir."
         with self._together(lambda why: CheckpointError(f"{stays}: {why}. {away}")):
@@ -206,26 +204,29 @@ class Checkpoints:
         self._shut()  # Orbax's list of steps is out of date
         return name
 
-    def go_back(self, step: int) -> list[str] | None:
+    def went_back(self, step: int) -> bool:
+        """Return whether `step` is the last one that the run went back to."""
+        return bool(self._gather("yes" if self._mark(step).exists() else "")[0])  # of process 0
+
+    def _mark(self, step: int) -> Path:
+        return self.directory / f".went-back-to-{step}"
+
+    def go_back(self, step: int) -> list[str]:
         """Set aside the checkpoints after `step`; return their new names, the newest first.
 
-        Returns None if an earlier start has set them aside: newer checkpoints are then of this run.
         Raises CheckpointError as `set_aside`.
         """
-        kind, under_way = f"after-{step}", self.directory / f".going-back-to-{step}"
-        is_done = bool(self.aside(kind)) and not under_way.exists()
-        if self._gather("done" if is_done else "")[0]:  # answer of process 0, before any rename
-            return None
         later = [each for each in reversed(self.steps()) if each > step]
         cannot = f"The checkpoints after step {step} in {self.directory} cannot be moved away"
         failed = lambda why: CheckpointError(f"{cannot}: {why}. {write_remedy(why)}")  # noqa: E731
         with self._together(failed):
-            if later and jax.process_index() == 0:
-                under_way.touch()
-        names = [self.set_aside(each, kind) for each in later]
+            if jax.process_index() == 0:
+                for mark in self.directory.glob(".went-back-to-*"):
+                    mark.unlink()
+        names = [self.set_aside(each, f"after-{step}") for each in later]
         with self._together(failed):
             if jax.process_index() == 0:
-                under_way.unlink(missing_ok=True)
+                self._mark(step).touch()  # last: a killed start goes back again
         return names
 
     def poll(self) -> None:
@@ -386,12 +387,10 @@ def read_newest(newest: Callable[[], int], read: Callable[[int], T]) -> T:
                 raise
 
 
-def _array(leaf: Any) -> jax.Array | np.ndarray:
-    """Return a leaf; a numpy scalar, which Orbax refuses, becomes an array of its dtype."""
-    assert isinstance(leaf, jax.Array | np.ndarray | np.generic), (
-        f"a state holds arrays only, not {type(leaf)}"
-    )
-    return np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
+def aside_name(directory: Path, name: str, suffix: str = "") -> str:
+    """Return NAME[.N]SUFFIX, a name that `directory` does not have yet; N: 2, 3, ..."""
+    names = (f"{name}{number}{suffix}" for number in ("", *(f".{n}" for n in range(2, 1000))))
+    return next(name for name in names if not (directory / name).exists())
 
 
 def _listed(steps: Sequence[int]) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 # Temporary faults of the machine, not of the files: reading may succeed later.
@@ -99,3 +100,11 @@ def _unless_straggler(hook: Callable[[Any], Any], unraisable: Any) -> None:
     of_orbax = code is not None and f"{os.sep}orbax{os.sep}" in code.co_filename
     if not of_orbax and str(unraisable.exc_value) != "Event loop is closed":
         hook(unraisable)
+
+
+def saveable(leaf: Any) -> jax.Array | np.ndarray:
+    """Return a leaf; a numpy scalar, which Orbax refuses, becomes an array of its dtype."""
+    assert isinstance(leaf, jax.Array | np.ndarray | np.generic), (
+        f"a state holds arrays only, not {type(leaf)}"
+    )
+    return np.asarray(leaf) if isinstance(leaf, np.generic) else leaf

@@ -16,7 +16,7 @@ from ppctl.config.code_digests import changed_modules
 from ppctl.errors import CheckpointError, DamagedError
 from ppctl.model.lora import with_base, without_adapters
 from ppctl.model.stack import init
-from ppctl.training.checkpoint.checkpoint import Checkpoints, read_newest
+from ppctl.training.checkpoint.checkpoint import Checkpoints, aside_name, read_newest
 from ppctl.training.checkpoint.manifest import array_types, differences
 from ppctl.training.checkpoint.stored_adapters import stored_lora
 from ppctl.training.pipeline.built_in_models import lora_of
@@ -26,6 +26,7 @@ from ppctl.training.pipeline.named_optimizers import rates_of
 from ppctl.training.pipeline.optimizers import init_state
 from ppctl.training.run.kept_tokenizer import changed_tokenizer
 from ppctl.training.run.metrics import FILES as METRICS
+from ppctl.training.run.metrics import SKIPPED
 from ppctl.training.run.process_group import compare
 
 Tree = Any
@@ -62,29 +63,29 @@ def resume(job: TrainingJob, checkpoints: Checkpoints, say: Callable[[str], None
 
 
 def _go_back(step: int, checkpoints: Checkpoints, say: Callable[[str], None]) -> None:
-    """Set aside the checkpoints after `step`, unless an earlier start has; print a line.
+    """Set aside the checkpoints after `step`, unless the last start that did went back to it.
 
-    CheckpointError if there is no checkpoint of this step.
+    Prints a line. CheckpointError if there is no checkpoint of this step.
     """
-    steps, where = checkpoints.steps(), checkpoints.directory
-    if step not in steps and (not checkpoints.aside(f"after-{step}") or not steps):
+    steps, where, is_done = checkpoints.steps(), checkpoints.directory, checkpoints.went_back(step)
+    if step not in steps and not (is_done and steps):
         held = f"it holds {', '.join(map(str, steps))}" if steps else "it holds none"
         raise CheckpointError(
             f"run.resume={step}: no checkpoint of this step in {where}, {held}. Use a step of "
             "one, or run.resume=auto."
         )
-    names = checkpoints.go_back(step)
-    if names and jax.process_index() == 0:
-        for file in (where.parent / name for name in METRICS):
-            if file.exists() and file.stat().st_size:
-                shutil.copyfile(file, where / f"{file.stem}.after-{step}{file.suffix}")
-    if names is None:
-        gone = ", ".join(checkpoints.aside(f"after-{step}"))
+    if is_done:
         say(
             f"note      run.resume={step}: an earlier start went back, and this one goes on from "
-            f"it. To go back again, move {gone} in {where} away"
+            f"it. To go back again, remove {where}/.went-back-to-{step}"
         )
-    elif names:
+        return
+    if steps[-1] > step and jax.process_index() == 0:
+        for file in (where.parent / name for name in (*METRICS, SKIPPED)):
+            if file.exists() and file.stat().st_size:
+                name = aside_name(where, f"{file.stem}.after-{step}", file.suffix)
+                shutil.copyfile(file, where / name)
+    if names := checkpoints.go_back(step):
         say(f"going back to step {step}; later checkpoints are kept as {', '.join(names)}")
 
 
