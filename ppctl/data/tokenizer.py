@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -43,6 +44,8 @@ class Tokenizer:
     encode: Callable[[Sequence[str]], list[np.ndarray]] = field(repr=False, compare=False)
     encode_chat: Callable[[str, Spans], Encoded] = field(repr=False, compare=False)
     decode: Callable[[Sequence[int]], str] = field(repr=False, compare=False)
+    # (id, whether it begins a text) -> UTF-8 bytes of the text, possibly a part of a character
+    num_bytes: Callable[[int, bool], int] = field(repr=False, compare=False)
     template: ChatTemplate | None = None
     special: frozenset[int] = frozenset()  # ids that `encode` never returns
 
@@ -74,7 +77,11 @@ def byte_tokenizer() -> Tokenizer:
     def decode(ids: Sequence[int]) -> str:
         return bytes(ids).decode(errors="replace")
 
-    return Tokenizer(BYTES, NUM_BYTES, BYTE_END, (), BYTES, encode, encode_chat, decode)
+    def num_bytes(token: int, is_first: bool) -> int:
+        return int(token != BYTE_END)
+
+    of_text = encode, encode_chat, decode, num_bytes
+    return Tokenizer(BYTES, NUM_BYTES, BYTE_END, (), BYTES, *of_text)
 
 
 def load_tokenizer(name: str | None, end_token: str | None) -> Tokenizer:
@@ -185,9 +192,44 @@ def _loaded(
         encode,
         encode_chat,
         decode,
+        _byte_counter(name, of_text, {end, *start}),
         template,
         frozenset(i for i, token in added.items() if token.special),
     )
+
+
+def _byte_counter(name: str, library: Any, around: set[int]) -> Callable[[int, bool], int]:
+    """Return a function (id, whether it begins a text) -> number of its UTF-8 bytes.
+
+    The bytes of a text's tokens sum to those of the text, if its decoder restores the text. around:
+    ids around texts, without bytes. A token that begins a text lacks the space that the encoder
+    puts before all texts.
+    """
+    kinds = json.dumps(json.loads(library.to_str())["decoder"])
+    letters = {*tokenizers_library().pre_tokenizers.ByteLevel.alphabet()}  # a letter for each byte
+    some: list[int] = library.encode("a", add_special_tokens=False).ids
+    before = library.decode(some, skip_special_tokens=False)
+
+    def text_of(token: int) -> tuple[str, int]:
+        """Return the text of a token after others, and its number of bytes."""
+        piece: str = library.id_to_token(token) or ""
+        if '"ByteLevel"' in kinds and letters.issuperset(piece):
+            return piece.replace("\u0120", " "), len(piece)
+        if '"ByteFallback"' in kinds and re.fullmatch("<0x[0-9A-F]{2}>", piece):
+            return piece, 1
+        text = library.decode([*some, token], skip_special_tokens=False)[len(before) :]
+        return text, len(text.encode())
+
+    puts_space = any(text_of(token)[0].startswith(" ") for token in some[:1])
+
+    @lru_cache(None)
+    @_in_library(name)
+    def num_bytes(token: int, is_first: bool) -> int:
+        text, number = text_of(token)
+        without = is_first and puts_space and text.startswith(" ")
+        return 0 if token in around else number - without
+
+    return num_bytes
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ppctl.data import DataSet
+from ppctl.data.dataset import Batch, DataSet
 from ppctl.data.document_files import json_value
 from ppctl.data.token_windows import NO_TOKEN
 from ppctl.data.tokenizer import Tokenizer
@@ -50,7 +50,7 @@ def loss_of_data(
         batch = data.read(np.arange(first, last))
         number = int((batch["targets"] != NO_TOKEN).sum())
         if tokenizer is not None:
-            num_bytes += sum(_num_bytes(tokenizer, row) for row in batch["targets"])
+            num_bytes += num_target_bytes(tokenizer, batch)
         rows = np.minimum(np.arange(EXAMPLES), last - first - 1)
         filled = {name: a[rows] for name, a in batch.items()}
         filled["targets"][last - first :] = NO_TOKEN
@@ -68,10 +68,15 @@ def loss_of_data(
     }
 
 
-def _num_bytes(tokenizer: Tokenizer, targets: np.ndarray) -> int:
-    """Return the number of bytes of the tokens' text, without ends of documents."""
-    tokens = [t for t in targets.tolist() if t not in (NO_TOKEN, tokenizer.end)]
-    return len(tokenizer.decode(tokens).encode())
+def num_target_bytes(tokenizer: Tokenizer, batch: Batch) -> int:
+    """Return the number of UTF-8 bytes of the targets, without tokens around texts."""
+    inputs, targets = batch["inputs"], batch["targets"]
+    before = np.where(inputs < 0, ~inputs, inputs)  # packing marks the first token of a document
+    is_first = np.isin(before, [tokenizer.end, *tokenizer.start])
+    pairs = np.stack([targets, is_first], axis=-1)[targets != NO_TOKEN]
+    each, counts = np.unique(pairs, axis=0, return_counts=True)
+    numbers = [tokenizer.num_bytes(token, bool(first)) for token, first in each.tolist()]
+    return int(counts @ np.array(numbers, np.int64))
 
 
 class Question(NamedTuple):

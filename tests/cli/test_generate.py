@@ -242,10 +242,14 @@ def test_evaluation_is_the_mean_over_all_targets(here, capsys):
 
 
 @pytest.mark.parametrize("seq_len", [11, 16, 5000])
-def test_evaluation_counts_every_target_once(here, capsys, seq_len):
-    words = "data=text", "data.path=text.txt", f"model.seq_len={seq_len}"
-    found = json.loads(printed(capsys, "evaluate", "run", *words, "--json"))
-    assert found["num_tokens"] == len(TEXT)  # all but the first byte, and the end
+def test_evaluation_counts_every_target_and_each_byte_of_them_once(here, capsys, seq_len):
+    (here / "cut.txt").write_text("天地玄黃，宇宙洪荒。日月盈昃，辰宿列張。")
+    for name, num_bytes in (("text.txt", len(TEXT)), ("cut.txt", 20 * 3)):
+        words = "data=text", f"data.path={name}", f"model.seq_len={seq_len}"
+        found = json.loads(printed(capsys, "evaluate", "run", *words, "--json"))
+        assert found["num_tokens"] == num_bytes  # all but the first byte, and the end
+        bits = found["loss"] * found["num_tokens"] / math.log(2)
+        assert bits / found["bits_per_byte"] == pytest.approx(num_bytes - 1)
 
 
 def test_evaluation_keeps_the_packing_of_training_unless_requested_otherwise(here):

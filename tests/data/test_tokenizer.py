@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ppctl.cli.compose import compose
 from ppctl.data.chat_templates import CHATML, ChatTemplate, render
 from ppctl.data.document_files import Fields, Source
 from ppctl.data.tokenizer import (
@@ -20,6 +21,8 @@ from ppctl.data.tokenizer import (
     write_tokenizer,
 )
 from ppctl.errors import DataError
+from ppctl.language.text_evaluation import num_target_bytes
+from ppctl.training.pipeline.job import open_data
 
 TEXT = "the quick brown fox jumps over the lazy dog; 12 dogs, naïve füchse\n" * 40
 CHAT = [
@@ -61,6 +64,78 @@ def test_any_text_is_encoded_without_loss_and_as_it_stands(directory, text):
     assert tokenizer.end not in ids, "what looks like a special token is text"
     assert tokenizer.vocab_size == 300
     assert len(ids) <= len(text.encode())
+
+
+def byte_level(library, words, *, prefix=False):
+    """Byte-level BPE, which cuts most characters in two."""
+    made = library.Tokenizer(library.models.BPE())
+    made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    made.decoder = library.decoders.ByteLevel()
+    alphabet = library.pre_tokenizers.ByteLevel.alphabet()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, special_tokens=["</s>"], show_progress=False
+    )
+    made.train_from_iterator([words], trainer)
+    return made
+
+
+def sentence_piece(library, words):
+    """As Llama 2: a space before all texts, which the decoder strips; bytes of rare characters."""
+    pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581"]
+    pieces += [*dict.fromkeys(letter for letter in words if letter.isalpha())]
+    model = library.models.BPE(
+        {piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True
+    )
+    made, parts = library.Tokenizer(model), library.decoders
+    before, space = (
+        library.normalizers.Prepend("\u2581"),
+        library.normalizers.Replace(" ", "\u2581"),
+    )
+    made.normalizer = library.normalizers.Sequence([before, space])
+    strip = parts.Strip(content=" ", left=1, right=0)
+    made.decoder = parts.Sequence(
+        [parts.Replace("\u2581", " "), parts.ByteFallback(), parts.Fuse(), strip]
+    )
+    made.add_special_tokens(["</s>"])
+    return made
+
+
+MAKERS = {
+    "byte-level": byte_level,
+    "with a space before a text": lambda library, words: byte_level(library, words, prefix=True),
+    "sentence piece": sentence_piece,
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("seq_len", [3, 32])
+@pytest.mark.parametrize("packing", [False, True])
+def test_bytes_of_targets_are_those_of_the_text_whatever_the_windows(
+    kind, seq_len, packing, tmp_path
+):
+    words = "the quick brown fox naïve"
+    made = MAKERS[kind](pytest.importorskip("tokenizers"), words)
+    (tmp_path / "tokenizer.json").write_text(made.to_str())
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    texts = ["天地玄黃, the 宇宙洪荒", "быстрая лиса 🦊", "x", "\ufffd  naïve fox "]
+    lines = (json.dumps({"text": each}) + "\n" for each in ("x", *texts))
+    (tmp_path / "documents.jsonl").write_text("".join(lines))
+    words = ["model=transformer", "data=text", f"data.path={tmp_path / 'documents.jsonl'}"]
+    words += [f"data.tokenizer={tmp_path}", f"data.packing={packing}", "data.eval_fraction=0"]
+    words += [f"data.cache_dir={tmp_path}", "data.batch_size=1", f"model.seq_len={seq_len}"]
+    data = open_data(
+        compose([*words, "schedule.num_microbatches=1", "mesh=1x1", "run.eval_every=null"])
+    )
+    tokenizer, found = load_tokenizer(str(tmp_path), None), 0
+    for example in data.numbers(held_out=False):
+        found += num_target_bytes(tokenizer, data.read(np.array([example])))
+    if packing:  # the first token of each document is no target
+        first = [tokenizer.encode([each])[0].tolist()[0] for each in ("x", *texts)]
+        texts += ["x"]
+        found += sum(tokenizer.num_bytes(token, True) for token in first)
+    else:  # the first token of all is no target
+        texts += ["x"] if kind != "byte-level" else []  # "x" follows the space before the text
+    assert found == sum(len(each.encode()) for each in texts)
 
 
 def test_a_file_of_tokenizer_json_and_its_directory_are_the_same(directory):
