@@ -153,7 +153,7 @@ def test_where_jax_was_handlers_run_at_the_end_and_the_interpreter_is_not_torn_d
 
 
 @pytest.mark.parametrize("command", ["runs", "train recipes=tiny", "init x", "import m --out x"])
-def test_a_removed_current_directory_is_one_line(command, tmp_path, monkeypatch, capsys):
+def test_a_removed_current_directory_is_named_in_one_line(command, tmp_path, monkeypatch, capsys):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
