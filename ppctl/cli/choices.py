@@ -12,6 +12,7 @@ import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from pathlib import PurePath
 from typing import Any, NamedTuple, TypeGuard
 
 from ppctl.config import Config, Costs, Inspect, Launch, Mesh, Plan, Run, Tune, Verify, groups
@@ -30,6 +31,12 @@ PLAIN = {cls.__name__.lower(): cls for cls in (Run, Launch, Verify, Plan, Tune, 
 PARTS = tuple(f.name for f in dataclasses.fields(Config) if f.name not in PLAIN)
 GROUPS = (*PARTS, "recipes")
 DRAWN = ("mesh", "schedule", "costs")  # parts that `ppctl schedule` reads
+MESH_TEXT = f"DPxPP, DPxPPxFSDP or {'x'.join(map(str.upper, TEXT_AXES))}"
+FILES = {  # options that read files, by suffix
+    "schedule": {".csv": "csv"},
+    "data": {".npy": "tokens", ".bin": "tokens"}
+    | dict.fromkeys((".txt", ".md", ".jsonl", ".ndjson", ".parquet", ".gz", ".zst"), "text"),
+}
 MESH_EXAMPLES = ("1x2", "1x4", "1x8", "2x2", "2x4", "2x4x2")  # examples in listings; any sizes work
 # settings class of each option of Hydra's groups launcher and sweeper
 SWEEP_PARTS: dict[str, dict[str, type]] = {
@@ -168,12 +175,19 @@ def wrong_option(group: str, option: str, names: Iterable[str]) -> str:
 
     >>> wrong_option("optim", "adam", ["adamw"])
     'optim=adam is not an option of optim. Did you mean optim=adamw? (optim: adamw)'
+    >>> wrong_option("schedule/mine", "a.csv", ["csv"])
+    'schedule=mine/a.csv names a file. Use schedule=csv schedule.path=mine/a.csv.'
     """
+    if not group.startswith("hydra"):  # Hydra takes a path's folders for subgroups
+        group, _, folders = group.partition("/")
+        option = f"{folders}/{option}" if folders else option
+    reader = FILES.get(group, {}).get(PurePath(option).suffix)
+    if reader is not None:
+        return f"{group}={option} names a file. Use {group}={reader} {group}.path={option}."
     if group == "mesh":
         axes = [f"mesh.{axis}" for axis in AXES]
         return (
-            f"mesh={option} is not a mesh. Write DPxPP, DPxPPxFSDP or "
-            f"{'x'.join(map(str.upper, TEXT_AXES))} with sizes of at least 1, for example "
+            f"mesh={option} is not a mesh. Write {MESH_TEXT} with sizes of at least 1, for example "
             f"mesh=2x4 or mesh=2x4x2, or set {', '.join(axes[:-1])} and {axes[-1]}."
         )
     near = nearest(option, names := list(names), 0.5)

@@ -20,6 +20,7 @@ from ppctl.cli.choices import (
 from ppctl.cli.commands import COMMANDS
 from ppctl.config.changed_settings import shown
 from ppctl.errors import ConfigError
+from ppctl.schedule.axis_table import MESH_AXES
 
 APPLIES_TO = {  # commands that read a part or setting; all commands read the unlisted ones
     "hardware": ("train", "plan", "rehearse", "tune", "doctor"),
@@ -32,6 +33,12 @@ APPLIES_TO = {  # commands that read a part or setting; all commands read the un
     "plan.html": ("plan", "rehearse"),
     "tune": ("tune",),
     "inspect": ("inspect",),
+}
+OUTPUTS = {  # setting that names the output of a command without --out
+    "ppctl plan": "plan.html=FILE.html",
+    "ppctl rehearse": "plan.html=FILE.html",
+    "ppctl train": "run.dir=DIR",
+    "ppctl tune": "tune.recipe=NAME",
 }
 _MOST_USED = {
     "model": "num_layers d_model seq_len",
@@ -206,6 +213,8 @@ class Parser(argparse.ArgumentParser):
             if not bad.startswith("-"):
                 raise ConfigError(f"{bad} is one word too many. Leave it out.")
             near = did_you_mean(bad, known)
+            if bad == "--out" and (use := OUTPUTS.get(self.prog)):
+                near = f" Use {use}."
             raise ConfigError(f"{bad} is not an option.{near} ({', '.join(known)})")
 
 
@@ -272,8 +281,8 @@ def _is_for(command: str, key: str) -> bool:
 
 def _options_text(group: str) -> str:
     if group == "mesh":
-        sizes = "any DPxPP or DPxPPxFSDP: data-parallel replicas x pipeline ranks x shards"
-        return f"{default_option('mesh')} | {sizes}"
+        abouts = " x ".join(axis.about.partition(";")[0] for axis in MESH_AXES)
+        return f"{default_option('mesh')} | any {choices.MESH_TEXT}: {abouts}"
     if group == "recipes":
         return ", ".join(options(group)) + " (complete runs)"
     return " | ".join(options(group))
