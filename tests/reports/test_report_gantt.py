@@ -202,6 +202,7 @@ def test_a_page_draws_the_costs_of_its_run(run_dir, capsys, schedule, costs, wor
     (chart,), seen = report(capsys)
     assert chart["costs"] == recorded
     assert words in seen
+    assert "W, the gradient of weights, takes 1 s times the trained share" in seen
 
 
 @pytest.mark.parametrize(

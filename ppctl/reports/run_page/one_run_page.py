@@ -37,8 +37,10 @@ HOW = (
     "executor=spmd, run.profile=N traces them."
 )
 UNITS = (
-    "Ideal: equal stages. A microbatch through 1/p of the model takes {}. The unit is a forward; "
-    "I has one more if it reruns the forward, and W is the trained share of the weights."
+    "Ideal: equal stages. A microbatch through 1/p of the model takes {}. F, the forward, is the "
+    "unit, called 1 s. I, the gradient of inputs, takes another 1 s if it reruns the forward. W, "
+    "the gradient of weights, takes 1 s times the trained share of the layers' weights (below 1 "
+    "with LoRA)."
 )
 MEANS = (
     "The simulation uses each stage's measured mean times, so the difference shows order, "
