@@ -36,7 +36,7 @@ class Network:
             for each example in training, the same in all layers, and None otherwise.
         loss: (outputs, targets) -> (sum of losses, number of losses): scalars, summed in at least
             float32. The training loss is sum / number over the global batch.
-        mixes_examples, trainable: As in `StackOptions`.
+        mixes_examples, trainable, divisors: As in `StackOptions`.
 
     Raises:
         ConfigError: When ppctl cuts it: two layers use the same parameter, integers cross a
@@ -48,6 +48,7 @@ class Network:
     loss: Callable[[Tree, jax.Array], tuple[jax.Array, jax.Array]]
     mixes_examples: bool | None = None  # None: unknown
     trainable: Tree = field(default=True, compare=False)
+    divisors: Callable[[Tree, Tree], tuple[Any, Any]] | None = None
 
 
 def stage_boundary(x: T) -> T:

@@ -176,9 +176,28 @@ def test_a_network_attaches_losses(how):
     assert error({name: metrics[name] for name in losses}, losses) <= TOLERANCE
 
 
+@pytest.mark.parametrize("executor", ["reference", full("mpmd"), full("spmd")])
+def test_attached_losses_are_means_over_the_units_of_a_network(executor):
+    losses, *_ = written_out()
+    twice = replace(as_network(), divisors=lambda inputs, targets: (targets.size, 2 * targets.size))
+    pipe = one_step(twice, executor=executor, dtype=jnp.float64)
+    state = pipe.init()
+    _, grads = pipe.loss_and_grads(state, make_batch())
+    _, metrics = pipe.step(state, make_batch())
+    halves = {name: a if name == "loss" else a / 2 for name, a in losses.items()}
+    assert error({name: metrics[name] for name in losses}, halves) <= TOLERANCE
+    half = attaching_stack(lambda x, loss, name: ppctl.attach_loss(x, loss / 2, name=name))
+    plain = one_step(half, executor="reference")
+    _, wanted = plain.loss_and_grads(plain.init(seed=0), make_batch())
+    found = pipe.stack.options.network.from_parts(grads)
+    expected = {"embed_head": wanted["embed_head"], "layers": unstacked(wanted["layers"])}
+    assert error(found, expected) <= TOLERANCE
+
+
 def one_step(stack, **how):
     how = {"num_microbatches": 4, "optimizer": optax.sgd(0.1), "schedule": "gpipe"} | how
-    return ppctl.pipeline(stack, mesh=ppctl.mesh(pp=2), batch=make_batch(), **how)
+    mesh = ppctl.mesh(pp=1 if how.get("executor") == "reference" else 2)
+    return ppctl.pipeline(stack, mesh=mesh, batch=make_batch(), **how)
 
 
 def test_a_loss_outside_of_layers_is_refused():

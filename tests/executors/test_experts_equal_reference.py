@@ -21,7 +21,7 @@ from support.mixtures import (
     make_batch,
     set_bias,
 )
-from support.selection import full
+from support.selection import full, full_except
 from support.spmd_cases import covering_array
 
 import ppctl
@@ -31,11 +31,12 @@ CASES = {
     "spmd 1f1b ep2 tp2": (
         {"pp": 2, "ep": 2, "tp": 2},
         {"schedule": "1f1b", "remat": "full", "dispatch": "alltoall", "mixture": "sigmoid"}
-        | {"vocab": "parallel"},
+        | {"vocab": "parallel", "packed": True},
     ),
     "spmd dualpipe_v ep2 fsdp2": (
         {"pp": 2, "ep": 2, "fsdp": 2},
-        {"schedule": "dualpipe_v", "remat": "none", "mixture": "sigmoid", "gather": "layer"},
+        {"schedule": "dualpipe_v", "remat": "none", "mixture": "sigmoid", "gather": "layer"}
+        | {"packed": True},
     ),
     "spmd interleaved ep4": (
         {"pp": 2, "ep": 4},
@@ -113,10 +114,10 @@ def pairwise():
         yield pytest.param(mesh, how, id=" ".join(words))
 
 
-*FIRST, SLOWEST = CASES.values()
+OFTEN = [name for name in CASES if name not in ("spmd interleaved ep4", "mpmd gpipe tp2 cp2")]
 
 
-@pytest.mark.parametrize(("mesh", "how"), [*FIRST, full(SLOWEST)], ids=CASES)
+@pytest.mark.parametrize(("mesh", "how"), full_except(CASES, *OFTEN))
 def test_a_mixture_trains_like_one_with_all_experts_computing_all_tokens(mesh, how):
     check(mesh, steps_only="executor" not in how, **how)  # spmd compiles gradients by themselves
 
@@ -125,7 +126,7 @@ def test_a_mixture_trains_like_one_with_all_experts_computing_all_tokens(mesh, h
     ("mesh", "num_microbatches"),
     [
         full(({"dp": 4, "pp": 2}, 8)),  # an example each
-        ({"pp": 1, "ep": 2}, 1),
+        full(({"pp": 1, "ep": 2}, 1)),
         full(({"dp": 2, "pp": 2, "tp": 2}, 2)),
         full(({"pp": 2, "cp": 2}, 16)),
     ],

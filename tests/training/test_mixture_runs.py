@@ -129,6 +129,21 @@ def test_a_mixture_is_verified(layout, capsys):
     assert found["worst"]["error"] < 1e-10
 
 
+def test_masks_and_padding_are_verified(tmp_path, capsys):
+    lines = ({"question": "ab" * (n % 3), "text": "cdefg"[: 1 + n % 5]} for n in range(60))
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    words = [word for word in MODEL if word.startswith(("model.", "schedule.", "optim."))]
+    words += f"data=text data.path={tmp_path}/chats.jsonl data.prompt_field=question".split()
+    words += ["data.packing=true", "data.batch_size=4", "data.eval_fraction=0", "run.platform=cpu"]
+    words += ["mesh=1x2x1x2", "schedule=1f1b", "model.moe.z_loss=0.01", "run.eval_every=null"]
+    assert cli.main(["verify", *words, "verify.steps=1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"]
+    assert found["worst"]["error"] < 1e-10
+    (step,) = found["training"]["steps"]
+    assert {*step["attached"]} == {"balance_loss", "z_loss"}
+
+
 PADDED = "mesh=1x2x1x1x2x1 schedule=1f1b model.seq_len=7"
 
 

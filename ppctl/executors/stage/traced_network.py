@@ -379,6 +379,7 @@ def stack_of(network: TracedNetwork) -> Stack:
         outputs=network.outputs,
         trainable=True if all(network.is_trained) else network.trainable,
         mixes_examples=network.network.mixes_examples,
+        divisors=network.network.divisors,
         network=network,
     )
     return Stack(

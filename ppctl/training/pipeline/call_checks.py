@@ -70,13 +70,7 @@ def compute_dtype(dtype: Any, model: Stack | Network, usual: str) -> jnp.dtype:
     ConfigError unless floating and enabled in JAX.
     """
     if dtype is None:
-        params = (
-            model.param_shapes
-            if isinstance(model, Stack)
-            else jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
-        )
-        is_wide = any(a.dtype == jnp.float64 for a in jax.tree.leaves(params))
-        dtype = "float64" if is_wide else usual
+        dtype = jnp.float64 if parameter_dtype(model) == jnp.float64 else usual
     try:
         found = jnp.dtype(dtype)
     except TypeError:
@@ -87,6 +81,15 @@ def compute_dtype(dtype: Any, model: Stack | Network, usual: str) -> jnp.dtype:
     if jax.dtypes.canonicalize_dtype(found) != found:
         raise ConfigError(f"dtype={found} needs 64 bits, but JAX is set to 32: {X64}.")
     return found
+
+
+def parameter_dtype(model: Stack | Network) -> jnp.dtype:
+    """Return the widest dtype of a model's parameters, at least float32."""
+    if isinstance(model, Stack):
+        params = model.param_shapes
+    else:
+        params = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
+    return jnp.result_type(jnp.float32, *(a.dtype for a in jax.tree.leaves(params)))
 
 
 def _short(value: Any) -> str:

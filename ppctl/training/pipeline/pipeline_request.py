@@ -34,7 +34,13 @@ from ppctl.schedule.partition.partition import Partition, explicit, uniform
 from ppctl.schedule.scheduled_step import ScheduledStep
 from ppctl.schedule.validation import validate
 from ppctl.schedule.vocabulary_parallel import with_vocabulary
-from ppctl.training.pipeline.call_checks import arrays_of, check_values, named, whole_number
+from ppctl.training.pipeline.call_checks import (
+    arrays_of,
+    check_values,
+    named,
+    parameter_dtype,
+    whole_number,
+)
 from ppctl.training.pipeline.execution import Execution
 
 Tree = Any
@@ -129,7 +135,7 @@ def layered_stack(
     layers = None if layers is None else whole_number("layers", layers, 1)
     two = lambda a: jax.ShapeDtypeStruct((2, *a.shape[1:]), a.dtype)  # noqa: E731
     inputs = jax.tree.map(two, shapes["inputs"])
-    wide = jnp.promote_types(dtype, jnp.float32)  # dtype of the parameters
+    wide = jnp.promote_types(dtype, parameter_dtype(model))  # dtype of the parameters
     how = {"inputs": inputs, "dtype": wide, "compute": dtype}
     return stack_of(TracedNetwork(model, layers, auto=layers is not None, **how))
 
