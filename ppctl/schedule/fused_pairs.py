@@ -9,10 +9,13 @@ long as its two tasks in sequence.
 from heapq import heappop, heappush
 from itertools import pairwise
 
+from ppctl.errors import ScheduleError
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.execution_order import Jobs
+from ppctl.schedule.families.registry import FAMILIES, build
 from ppctl.schedule.ir import Schedule, Task
 
+OVERLAPPING = ("dualpipe_v", "interleaved", "eager_1f1b")  # families with pairs
 MOST_LONGER = 1.03  # largest allowed factor on the step time
 
 
@@ -85,3 +88,23 @@ def _latest_ends(jobs: Jobs) -> list[float]:
         for other, hop_s in earlier:
             latest_s[other] = min(latest_s[other], start_s - hop_s)
     return latest_s
+
+
+def with_pairs(schedule: Schedule, costs: Costs) -> tuple[int | None, list[str]]:
+    """Return requests with pairs, for a schedule without: more microbatches, and other families.
+
+    >>> with_pairs(build("dualpipe_v", 4, 4), Costs())
+    (8, ['interleaved', 'eager_1f1b'])
+    """
+
+    def has_pairs(name: str, number: int) -> bool:
+        try:
+            made = build(name, schedule.num_ranks, number)
+        except ScheduleError:
+            return False
+        return any(len(tasks) > 1 for tasks in fused_order(made, costs))
+
+    name, m = schedule.name, schedule.num_microbatches
+    numbers = (2 * m, 4 * m, 8 * m) if name in FAMILIES else ()
+    number = next((number for number in numbers if has_pairs(name, number)), None)
+    return number, [each for each in OVERLAPPING if each != name and has_pairs(each, m)]

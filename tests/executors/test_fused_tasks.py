@@ -81,6 +81,11 @@ REFUSED = {
         {"schedule": "gpipe"},
         "fuse=fb runs a forward and a backward as one program, but schedule=gpipe",
     ),
+    "too few microbatches": (
+        {"schedule": "dualpipe_v", "num_microbatches": 2},
+        "schedule=dualpipe_v of 2 microbatches has no adjacent pair that can start together. Use "
+        "fuse=none or num_microbatches=",
+    ),
     "layers are scanned": ({"schedule": "dualpipe_v", "unroll": 0}, "Use unroll=1."),
 }
 

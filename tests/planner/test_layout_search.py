@@ -325,3 +325,17 @@ def test_a_long_schedule_is_extrapolated_from_shorter_ones(family, executor, mon
 def test_counts_that_grow_by_equal_steps_are_extrapolated():
     assert along([3], [{"a": 5.0}], 9) == {"a": 5.0}
     assert along([3, 5], [{"a": 5.0, "b": 1}, {"a": 9.0, "b": 1}], 9) == {"a": 17.0, "b": 1}
+
+
+def test_devices_that_cannot_share_a_batch_get_sizes_that_can():
+    """The nearest batch, and the most devices below; with layouts by enumeration."""
+    rng = random.Random(0)
+    for _ in range(60):
+        space = Space(rng.randint(2, 70), rng.randint(1, 5), rng.randint(1, 40), 1)
+        found = space.that_divide
+        assert (found is None) == any(space.microbatches)
+        if found is not None:
+            assert any(replace(space, batch_size=found[0]).microbatches)
+            below = range(1, space.num_devices)
+            have = [n for n in below if any(replace(space, num_devices=n).microbatches)]
+            assert found[1] == max(have)

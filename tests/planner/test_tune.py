@@ -175,7 +175,7 @@ def test_if_no_layout_fits_the_least_memory_of_each_is_stated(tuned, tmp_path):
 
 def said(best, alone):
     """The line about pipelines."""
-    found = Found(tuple(best), alone, 9, 0, 9, None)
+    found = Found(tuple(best), alone, 9, 0, 9, None, None)
     return tune_terminal._about_pipelines(
         Tuned(found, "mlp", "float32", 8, None, 0.1, "4 x host", None, None, 1, None)
     )

@@ -71,6 +71,29 @@ class Space:
             for number in () if left else divisors(examples):
                 yield mesh, Microbatch(examples // number, number, self.example_bytes, remat)
 
+    @property
+    def that_divide(self) -> tuple[int, int] | None:
+        """Return the nearest batch size and next smaller number of devices with a layout.
+
+        None if this batch size has a layout on these devices.
+
+        >>> Space(504, 8, 1024, 1).that_divide
+        (1008, 448)
+        """
+        if not self.meshes or any(self.microbatches):
+            return None
+        shares = {mesh.along(DATA_AXES) for mesh in self.meshes}
+        sizes = (max(1, round(self.batch_size / n)) * n for n in shares)
+        batch = min(sizes, key=lambda size: abs(size - self.batch_size))
+        numbers = [
+            each.num_devices * pp * share
+            for each in self.divisions
+            for pp in range(1, self.num_layers + 1)
+            for share in divisors(self.batch_size)
+            if self.batch_size % (share * each.along(DATA_AXES)) == 0
+        ]
+        return batch, max((n for n in numbers if n < self.num_devices), default=1)
+
     def kinds(self, pp: int) -> Iterator[tuple[str, int]]:
         """Yield the schedules for pp ranks as (family, stages a rank)."""
         most = min(self.num_layers // pp, max(1, self.max_chunks))

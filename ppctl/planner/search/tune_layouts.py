@@ -89,6 +89,7 @@ class Found:
     num_too_large: int  # layouts without room for state and one microbatch
     num_simulated: int
     smallest_bytes: int | None  # lower bound of every layout's bytes; None if a layout fits
+    that_divide: tuple[int, int] | None  # batch size and number of devices, see `Space`
 
 
 @dataclass(frozen=True)
@@ -263,7 +264,8 @@ def planned_layouts(search: LayoutSearch, plan: Callable[[Candidate], Row], best
             faster = search.fastest(with_pipeline=False)
             alone = next(iter(_fitting(faster, search, plan, 1)), None)
     counts = len(search.layouts), search.num_too_large, search.num_simulated
-    return Found(tuple(rows), alone, *counts, None if rows else search.smallest_bytes)
+    least = None if rows else search.smallest_bytes
+    return Found(tuple(rows), alone, *counts, least, search.space.that_divide)
 
 
 def _fitting(

@@ -52,7 +52,13 @@ def _before(tuned: Tuned) -> Iterator[str]:
         f"{found.num_layouts:,} layouts for {tuned.devices}{limit_text}: {found.num_too_large:,} "
         f"too large, {found.num_simulated:,} simulated in {tuned.search_s:.1f} s"
     )
-    if not found.best:
+    if found.that_divide is not None:
+        batch, number = found.that_divide
+        yield (
+            f"no layout: {tuned.devices} cannot share a batch of {tuned.batch_size:,} evenly. Use "
+            f"data.batch_size={batch} or tune.devices={number}."
+        )
+    elif not found.best:
         least = ""
         if found.smallest_bytes is not None:
             least = f": each needs {size_text(found.smallest_bytes)} a device or more"
@@ -145,6 +151,7 @@ def document(tuned: Tuned) -> dict[str, Any]:
         "num_too_large": found.num_too_large,
         "num_simulated": found.num_simulated,
         "smallest_bytes": found.smallest_bytes,
+        "that_divide": found.that_divide,
     }
 
 

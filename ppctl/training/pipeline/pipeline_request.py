@@ -21,6 +21,7 @@ from ppctl.model.parallel import WHOLE, StageAxes
 from ppctl.model.stack import DividedStack, Stack, num_examples, over_ranks
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import FamilyWithKnobs, family
+from ppctl.schedule.fused_pairs import with_pairs
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.mesh_axes import (
     DATA_AXES,
@@ -368,11 +369,14 @@ def check_fused(step: ScheduledStep, partition: Partition, execution: Execution)
             f"than {execution.unroll}. Use {setting('executor.unroll', largest)}."
         )
     if step.num_fused == 0:
+        number, families = with_pairs(step.schedule, step.costs)
+        remedies = [f"schedule={family}" for family in families]
+        if number is not None:
+            remedies.insert(0, setting("schedule.num_microbatches", number))
         raise ConfigError(
             f"{fuse} runs a forward and a backward as one program, but schedule={name} of "
             f"{step.schedule.num_microbatches} microbatches has no adjacent pair that can start "
-            f"together. Use {setting('executor.fuse', 'none')}, more microbatches, or "
-            "schedule=dualpipe_v, interleaved or eager_1f1b."
+            f"together. Use {' or '.join([setting('executor.fuse', 'none'), *remedies])}."
         )
 
 
