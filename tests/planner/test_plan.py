@@ -16,6 +16,7 @@ from ppctl.cli.commands.plan import plan as run_plan
 from ppctl.executors.model_shapes import shard_bytes, tree_bytes
 from ppctl.planner import make_plan as plan
 from ppctl.planner.show.plan_terminal import costs_text, plan_lines, show_plan
+from ppctl.reports.terminal_output import seconds_text
 from ppctl.training.pipeline.engines.step_memory import PARTS
 from ppctl.training.pipeline.job import assemble, partition_text
 
@@ -246,7 +247,10 @@ def test_costs_to_paste_are_relative_to_a_forward_of_a_stage():
     assert {key: float(value) for key, value in pasted} == pytest.approx(
         {key: value / forward_s for key, value in per_rank.items()}, rel=0.05
     )
-    assert f"relative to a forward through 1/p of the model, {forward_s:.3g} s" in costs_text(found)
+    assert (
+        f"relative to a forward through 1/p of the model, {seconds_text(forward_s)}"
+        in costs_text(found)
+    )
     assert costs_text(replace(found, transfer_s=None)) is None
 
 

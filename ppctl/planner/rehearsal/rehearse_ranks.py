@@ -295,7 +295,8 @@ class Simulated:
     @cached_property
     def _sent(self) -> Costs:
         """Return the seconds of each task's sends: its predicted cost if computing took no time."""
-        machine = replace(self.planned.known_machine, speed=Speed(inf, inf), task_s=0.0)
+        free = Speed(1e60, 1e60)  # not infinite: `Costs` of no work at all are refused
+        machine = replace(self.planned.known_machine, speed=free, task_s=0.0)
         sent = op_times(replace(self.planned, machine=machine))
         return job_costs(self.job.pipe, replace(sent, gathers=None))
 
