@@ -20,6 +20,7 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
@@ -121,6 +122,7 @@ def composing(
     for override in parsed:
         faults.refuse(override, multirun=multirun, drawing=drawing)
     _register()
+    TextSource.chosen = options_of(parsed)
     PpctlSearchPath.config_dir = None if config_dir is None else Path(config_dir)
     try:
         with initialize_config_dir(str(ROOT / "conf"), job_name="ppctl", version_base="1.3"):
@@ -128,7 +130,13 @@ def composing(
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, *faults.OF_FILES) as error:
         raise ConfigError(faults.explain(error, parsed)) from error
     finally:
-        PpctlSearchPath.config_dir = None
+        PpctlSearchPath.config_dir, TextSource.chosen = None, {}
+
+
+def options_of(parsed: Iterable[Override]) -> dict[str, str]:
+    """Return the options that overrides choose, by group."""
+    values = {each.key_or_group: each.value() for each in parsed if not each.is_sweep_override()}
+    return {key: each for key, each in values.items() if key in PARTS and isinstance(each, str)}
 
 
 # --- additions to Hydra -------------------------------------------------------------------------

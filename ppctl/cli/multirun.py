@@ -15,9 +15,9 @@ from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from ppctl.cli.compose import CONFIG, checked, composing, without_hydra
+from ppctl.cli.compose import CONFIG, checked, composing, options_of, without_hydra
 from ppctl.cli.fault_messages import check_keys
-from ppctl.cli.text_settings import as_typed
+from ppctl.cli.text_settings import TextSource, as_typed
 from ppctl.config.groups.command_settings import Launcher, Search, SideBySide, Sweeper
 from ppctl.errors import ConfigError, PpctlError
 from ppctl.launch.sweep.sweep_jobs import Job, Sweep, check_finished
@@ -42,9 +42,10 @@ class SweepRequest:
 
         ConfigError for unknown settings.
         """
+        parsed = OverridesParser.create().parse_overrides(overrides)
+        TextSource.chosen = options_of(parsed)
         composed = without_hydra(self.loader.load_sweep_config(self.common, overrides))
         check_keys(composed.config)
-        parsed = OverridesParser.create().parse_overrides(overrides)
         swept = [each for each in parsed if each.get_key_element() in self.varied]
         texts = [_as_typed(each) for each in swept]
         has_own_dir = any(each.key_or_group == "run.dir" for each in swept)

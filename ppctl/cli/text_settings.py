@@ -8,18 +8,18 @@ import dataclasses
 import functools
 import io
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 from antlr4 import InputStream
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.grammar.gen.OverrideLexer import OverrideLexer as Lexer
 from hydra.plugins.config_source import ConfigResult
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from ppctl.cli.choices import GROUPS, SWEEP_PARTS, schemas
+from ppctl.cli.choices import GROUPS, SWEEP_PARTS, default_option, options, schema_of, schemas
 from ppctl.errors import ConfigError
 from ppctl.user_files import read_text
 
@@ -92,7 +92,12 @@ def as_typed(override: str) -> str:
 
 
 class TextSource(FileConfigSource):
-    """Hydra's source of recipes/ and --config-dir. It keeps text settings as typed in the file."""
+    """Hydra's source of recipes/ and --config-dir. It keeps text settings as typed in the file.
+
+    Recipes lose settings of their options that the request replaces, as schedule=1f1b does.
+    """
+
+    chosen: ClassVar[Mapping[str, str]] = {}  # the request's options by group; set on the class
 
     @staticmethod
     def scheme() -> str:
@@ -109,8 +114,26 @@ class TextSource(FileConfigSource):
         found: Any = OmegaConf.load(stream)
         package = header["package"] or config_path.rpartition("/")[0].replace("/", ".")
         _take_texts(found, yaml.compose(text), "" if package == "_global_" else package)
+        if package == "_global_":
+            _drop_replaced(found, self.chosen)
         where = f"{self.scheme()}://{self.path}"
         return ConfigResult(self.provider, where, found, header)
+
+
+def _drop_replaced(recipe: Any, chosen: Mapping[str, str]) -> None:
+    """Remove settings of a recipe that only its option has, if `chosen` has another option."""
+    defaults = [each for each in recipe.get("defaults") or () if isinstance(each, DictConfig)]
+    named = {str(key).removeprefix("override /"): each[key] for each in defaults for key in each}
+    for group, option in chosen.items():
+        own, shipped = named.get(group, default_option(group)), options(group)
+        if group not in recipe or own == option or not {own, option} <= {*shipped}:
+            continue
+        replaced, kept = (
+            {each.name for each in dataclasses.fields(schema_of(group, name))}
+            for name in (own, option)
+        )
+        for name in (replaced - kept) & {*recipe[group]}:
+            del recipe[group][name]
 
 
 def _take_texts(config: Any, node: yaml.Node | None, key: str) -> None:

@@ -9,6 +9,9 @@ import yaml
 from ppctl.cli.choices import request_words
 from ppctl.cli.command_options import examples_of
 from ppctl.cli.compose import compose
+from ppctl.cli.multirun import compose_sweep
+from ppctl.config import Schedule
+from ppctl.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -80,3 +83,27 @@ def test_odd_texts_reach_the_same_setting(text):
     assert not isinstance(before, int)
     before.data.path, before.run.name, before.run.dir = text, text, f"{text}/runs"
     assert_same(before)
+
+
+def test_another_option_replaces_the_settings_that_only_the_recipe_s_option_has(tmp_path):
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/mine.yaml").write_text(
+        "# @package _global_\n"
+        "defaults: [override /mesh: 1x4, override /schedule: interleaved]\n"
+        "schedule: {num_microbatches: 16, num_chunks: 2}\n"
+        "data: {batch_size: 16}\n"
+        "optim: {weight_decay: 0.5, lr: 0.5, warmup_steps: 3}\n"
+    )
+    config = compose(["recipes=mine", "schedule=1f1b", "optim=sgd"], str(tmp_path))
+    assert config.schedule == Schedule(name="1f1b", num_microbatches=16)
+    assert (config.optim.name, config.optim.lr, config.optim.warmup_steps) == ("sgd", 0.5, 3)
+    with pytest.raises(ConfigError, match="num_chunks is not a setting of schedule=1f1b"):
+        compose(["recipes=mine", "schedule=1f1b", "schedule.num_chunks=2"], str(tmp_path))
+    words = ["recipes=mine", "schedule=1f1b,looped_bfs", "run.dir=sweep"]
+    sweep = compose_sweep(words, str(tmp_path), ["train"])
+    found = [job.config.schedule for job in sweep.jobs]
+    assert [each.name for each in found] == ["1f1b", "looped_bfs"]
+    assert found[1].num_chunks == 2
+    (tmp_path / "recipes/mine.yaml").write_text("# @package _global_\nschedule: {num_chnks: 2}\n")
+    with pytest.raises(ConfigError, match="num_chnks"):
+        compose(["recipes=mine", "schedule=1f1b"], str(tmp_path))
