@@ -5,13 +5,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import cast
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, RangeSweep
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -21,6 +22,8 @@ from ppctl.cli.text_settings import TextSource, as_typed
 from ppctl.config.groups.command_settings import Launcher, Search, SideBySide, Sweeper
 from ppctl.errors import ConfigError, PpctlError
 from ppctl.launch.sweep.sweep_jobs import Job, Sweep, check_finished
+
+MOST_JOBS = 2**16  # maximum jobs of a sweep
 
 
 @dataclass(frozen=True)
@@ -105,12 +108,19 @@ def _sweep(loader: ConfigLoader, overrides: list[str], words: list[str]) -> Swee
         study = OptunaStudy(sweeper, space, fixed, directory, request.job)
         study.samples()  # raises for a wrong value now, not when its job is composed
     else:
+        number = 1
         for each in request.varied.values():
             if not each.is_discrete_sweep():
                 raise ConfigError(
                     f"{each.input_line}: a sweep needs a list of values. Use KEY=a,b, or let "
                     "Optuna choose values: hydra/sweeper=optuna."
                 )
+            values = each.value()
+            values = values.range() if isinstance(values, RangeSweep) else each.sweep_iterator()
+            number *= sum(1 for _ in islice(values, MOST_JOBS + 1))
+            if number > MOST_JOBS:
+                more = f"{each.input_line}: a sweep of more than {MOST_JOBS:,} jobs"
+                raise ConfigError(f"{more}. Use fewer values.")
         combinations = BasicSweeper.split_arguments(parsed, None)[0]
         jobs = [request.job(index, each) for index, each in enumerate(combinations)]
     # 3. the launcher

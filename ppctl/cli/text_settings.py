@@ -7,6 +7,7 @@ booleans are quoted before Hydra parses them; in YAML files, they are read again
 import dataclasses
 import functools
 import io
+import math
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ from ppctl.errors import ConfigError
 from ppctl.user_files import read_text
 
 MOST_BYTES = 2**20  # maximum bytes of a settings file
+MOST_VALUES = 2**16  # maximum values after aliases and interpolations are replaced
 TYPED = (Lexer.INT, Lexer.FLOAT, Lexer.BOOL)
 BEFORE = (None, Lexer.COMMA, Lexer.POPEN, Lexer.BRACKET_OPEN)
 AFTER = (None, Lexer.COMMA, Lexer.PCLOSE, Lexer.BRACKET_CLOSE, Lexer.BRACE_CLOSE)
@@ -109,11 +111,16 @@ class TextSource(FileConfigSource):
             text = read_text(path, MOST_BYTES)
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+        # check the size before anything is expanded, which takes time and memory
+        node = yaml.compose(text)
+        if _num_values(node, {}) * _num_interpolated(text) > MOST_VALUES:
+            what = f"{path}: its aliases and interpolations stand for more than {MOST_VALUES:,}"
+            raise ConfigError(f"{what} values. Write them out, or use fewer.")
         header, stream = self._get_header_dict(text), io.StringIO(text)
         stream.name = str(path)  # file name in errors
         found: Any = OmegaConf.load(stream)
         package = header["package"] or config_path.rpartition("/")[0].replace("/", ".")
-        _take_texts(found, yaml.compose(text), "" if package == "_global_" else package)
+        _take_texts(found, node, "" if package == "_global_" else package)
         if package == "_global_":
             _drop_replaced(found, self.chosen)
         where = f"{self.scheme()}://{self.path}"
@@ -134,6 +141,27 @@ def _drop_replaced(recipe: Any, chosen: Mapping[str, str]) -> None:
         )
         for name in (replaced - kept) & {*recipe[group]}:
             del recipe[group][name]
+
+
+def _num_values(node: Any, known: dict[int, float]) -> float:
+    """Return the number of values below a node, each alias replaced; inf if one contains itself.
+
+    known: the numbers of nodes met before, by id.
+    """
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        is_list = isinstance(node, yaml.SequenceNode)
+        below = node.value if is_list else [each for pair in node.value for each in pair]
+        known[id(node)] = 1 + sum(_num_values(each, known) for each in below)
+    return known[id(node)]
+
+
+def _num_interpolated(text: str) -> int:
+    """Return an upper bound of the texts that one value's interpolations stand for."""
+    scalars = (each for each in yaml.parse(text) if isinstance(each, yaml.ScalarEvent))
+    return math.prod(max(1, each.value.count("${")) for each in scalars) if "${" in text else 1
 
 
 def _take_texts(config: Any, node: yaml.Node | None, key: str) -> None:

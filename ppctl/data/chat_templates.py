@@ -1,31 +1,32 @@
 """Chat templates: render messages as training text, and locate the answers in it.
 
-A template is a Jinja program that comes with a tokenizer, so it runs in Jinja's sandbox: it reads
-the messages, but no private attribute, file or module of this process, and it changes nothing.
+A template is a Jinja program that comes with a tokenizer, so it runs in Jinja's sandbox and in
+another process (template_process.py), which ends when it has taken too much time.
 """
 
+import atexit
+import importlib.util
 import json
-import math
-import re
-from collections.abc import Mapping, Sequence, Sized
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from ppctl.errors import DataError, missing_package, one_line
-from ppctl.user_files import check_text, read_text
+from ppctl.user_files import read_text
 
 FILE = "chat_template.jinja"
 BEGIN, END = "\ufdd0", "\ufdd1"  # noncharacters that mark the text in {% generation %}
 MOST_LETTERS = 2**18  # maximum characters of a template; usual: 2,000 to 20,000
-MOST_STEPS = 2**20  # maximum steps (loop items, calls) to render a chat; usual: a few per message
-CALL_STEPS = 8  # steps of a call, which takes longer than a loop item (1 step)
-# maximum characters or items of a product such as "ab" * 3; for integers see _size
-MOST_PRODUCT = 2**24
+CPU_S = 10.0  # maximum CPU seconds to render a chat; usual: less than 0.001
 TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")  # special tokens in templates
 GENERATION = "{% generation %}"
-MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")  # all spellings of the tag
 CHATML = (  # OpenAI's ChatML; {% generation %} encloses the assistant's words
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['role'] == 'assistant' %}"
@@ -107,29 +108,29 @@ def render(template: ChatTemplate, messages: Messages) -> Chat:
     or if the text of all messages does not begin with each of the two texts.
     """
     check_messages(messages)
-    marked = _rendered(template, messages)
-    if MARKS.search(template.source):
-        return _without_marks(marked)
+    whole, is_marked = _rendered(template, messages)
+    if is_marked:
+        return _without_marks(whole)
     answers: list[tuple[int, int]] = []
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = _rendered(template, messages[:number], add_generation_prompt=True)
-        through = _rendered(template, messages[: number + 1])
-        if not (marked.startswith(through) and through.startswith(before)):
+        before, _ = _rendered(template, messages[:number], add_generation_prompt=True)
+        through, _ = _rendered(template, messages[: number + 1])
+        if not (whole.startswith(through) and through.startswith(before)):
             raise DataError(
                 f"the chat template's text of {number} messages is not the beginning of its text "
                 f"of {number + 1}, so the answer cannot be located. "
                 f"Use a template with {GENERATION} round answers."
             )
         answers.append((len(before), len(through)))
-    return Chat(marked, tuple(answers))
+    return Chat(whole, tuple(answers))
 
 
 def render_question(template: ChatTemplate, messages: Messages) -> str:
     """Render messages as text up to the start of the answer. DataError if the template fails."""
     check_messages(messages)
-    text = _rendered(template, messages, add_generation_prompt=True)
+    text, _ = _rendered(template, messages, add_generation_prompt=True)
     return text.replace(BEGIN, "").replace(END, "")
 
 
@@ -152,94 +153,64 @@ def _shown(value: object) -> str:
 
 def _rendered(
     template: ChatTemplate, messages: Messages, *, add_generation_prompt: bool = False
-) -> str:
+) -> tuple[str, bool]:
+    """Return the text, and whether the template has {% generation %}. DataError if it fails."""
+    if importlib.util.find_spec("jinja2") is None:
+        raise missing_package("A chat template", "jinja2", "text")
     values = {"messages": messages, "add_generation_prompt": add_generation_prompt}
-    try:
-        compiled = _compiled(template.source)
-        compiled.environment.num_steps = 0
-        text = compiled.render(**values, **dict(template.tokens))
-        check_text(text)
-        return text
-    except DataError:
-        raise
-    except Exception as error:  # any error of the template, which is a program
-        why = f"{type(error).__name__}: {one_line(error).rstrip('.')}"
-        raise DataError(f"the chat template fails ({why}). Correct it, or use another.") from error
+    request = {"source": template.source, "values": values | dict(template.tokens), "cpu_s": CPU_S}
+    answer = _answer(json.dumps({**request, "marks": (BEGIN, END)}))
+    if "why" in answer:
+        why = one_line(answer["why"]).rstrip(".")
+        raise DataError(f"the chat template fails ({why}). Correct it, or use another.")
+    return answer["text"], answer["is_marked"]
 
 
-@lru_cache(8)
-def _compiled(source: str) -> Any:
-    try:
-        from jinja2 import nodes
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError as error:
-        raise missing_package("A chat template", "jinja2", "text") from error
+# --- the process that renders ---------------------------------------------------------------------
 
-    # 1. the tag {% generation %}
-    class Generation(Extension):
-        """{% generation %} ... {% endgeneration %}: marks the enclosed text with BEGIN and END."""
+ONE_AT_A_TIME = threading.Lock()
 
-        tags = {"generation"}  # noqa: RUF012 (as Jinja names it)
 
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+def _answer(request: str) -> dict[str, Any]:
+    """Return the answer of the process that renders, or the reason why it ended as `why`."""
+    with ONE_AT_A_TIME:
+        process, answer = _process(), ""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(request + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except BrokenPipeError:
+            pass
+        finally:
+            if not answer.endswith("\n"):  # also after Ctrl-C: no later request gets this answer
+                _process.cache_clear()
+                atexit.unregister(_end)
+                _end(process)
+    if answer.endswith("\n"):
+        return json.loads(answer)
+    if process.returncode == -signal.SIGPROF:
+        return {"why": f"it takes more than {CPU_S:g} s"}
+    return {"why": f"its process ended with code {process.returncode}"}
 
-        def _marked(self, caller: Any) -> str:
-            return BEGIN + caller() + END
 
-    # 2. the functions of transformers, except strftime_now: the text must not depend on the day
-    def refuse(message: str) -> None:
-        raise ValueError(message)
-
-    def to_json(value: Any, **options: Any) -> str:
-        return json.dumps(value, **{"ensure_ascii": False, **options})
-
-    # 3. count steps, so that no loop, call or product runs forever
-    class Sandbox(ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset(("*", "**"))
-        num_steps = 0
-
-        def count(self, item: Any = None, cost: int = 1) -> Any:
-            self.num_steps += cost
-            if self.num_steps > MOST_STEPS:
-                raise ValueError(f"it takes more than {MOST_STEPS:,} steps")
-            return item
-
-        def call(self, context: Any, function: Any, /, *args: Any, **options: Any) -> Any:
-            self.count(cost=CALL_STEPS)
-            return super().call(context, function, *args, **options)
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            if _size(operator, left, right) > MOST_PRODUCT:
-                raise ValueError(f"the result of {operator} is too large")
-            return super().call_binop(context, operator, left, right)
-
-    # 4. the template, with a counter in each loop
-    environment = Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+@cache
+def _process() -> subprocess.Popen[str]:
+    file = Path(__file__).with_name("template_process.py")
+    command = [sys.executable, "-P", str(file)]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8"
     )
-    environment.filters |= {"tojson": to_json, "counted": partial(map, environment.count)}
-    environment.globals["raise_exception"] = refuse
-    del environment.globals["lipsum"]  # it makes texts of any length
-    tree = environment.parse(source)
-    for loop in tree.find_all(nodes.For):
-        loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None)
-    return environment.from_string(tree)
+    atexit.register(_end, process)
+    return process
 
 
-def _size(operator: str, left: Any, right: Any) -> int:
-    """Return the length of a text or list left * right; for integers, 256 times the result's bits.
-
-    So both have the limit MOST_PRODUCT, which allows integers of 65,536 bits.
-    """
-    if isinstance(left, int) and isinstance(right, int):
-        bits = left.bit_length()
-        return 256 * (bits * right if operator == "**" else bits + right.bit_length())
-    parts = [len(part) if isinstance(part, Sized) else part for part in (left, right)]
-    return math.prod(part for part in parts if isinstance(part, int))
+def _end(process: subprocess.Popen[str]) -> None:
+    """Kill the process, unless it has ended, and close its pipes."""
+    process.kill()
+    with suppress(BrokenPipeError), process:
+        pass
 
 
 def _without_marks(marked: str) -> Chat:

@@ -16,6 +16,7 @@ import pytest
 from ppctl import cli
 from ppctl.cli.compose import compose
 from ppctl.cli.multirun import compose_sweep
+from ppctl.errors import ConfigError
 
 PPCTL = str(Path(sys.executable).parent / "ppctl")
 pytestmark = pytest.mark.usefixtures("in_empty_directory")
@@ -116,6 +117,12 @@ def test_equal_values_in_different_spellings_are_refused(command, swept, why, ca
     assert cli.main([command, "-m", swept]) == 2
     assert why in capsys.readouterr().err
     assert served == []
+
+
+@pytest.mark.parametrize("values", ["range(1,10000000000)", "shuffle(range(0,1e9,0.5))"])
+def test_a_sweep_without_end_is_refused_before_it_is_composed(values):
+    with pytest.raises(ConfigError, match="a sweep of more than 65,536 jobs"):
+        compose_sweep([f"run.seed={values}"], None, ["train"])
 
 
 def test_a_sweep_of_tune_writes_a_recipe_for_each_job():

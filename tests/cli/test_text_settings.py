@@ -8,6 +8,7 @@ from ppctl.cli.choices import REQUIRED, all_settings
 from ppctl.cli.compose import compose
 from ppctl.cli.multirun import compose_sweep
 from ppctl.cli.text_settings import as_typed, text_settings
+from ppctl.errors import ConfigError
 
 LOOKS_TYPED = ("12e4567", "2026_11_25", "1_0", "007", "true", "1.50", "nan", "-1e3", "+5")
 
@@ -79,3 +80,30 @@ def test_texts_of_a_recipe_are_kept_as_written(tmp_path):
 def test_digits_of_numbers_are_grouped_as_in_python():
     config = compose(["optim.lr=1_000", "run.num_steps=2_000"])
     assert (config.optim.lr, config.run.num_steps) == (1000.0, 2000)
+
+
+NINE = [f"a{i}: &a{i} [" + ", ".join([f"*a{i - 1}"] * 9) + "]" for i in range(1, 12)]
+TEN = [f"a{i}: " + "\n ".join([f"${{a{i - 1}}}"] * 10) for i in range(1, 12)]
+ENDLESS = {
+    "nested aliases": ["a0: &a0 [1, 2]", *NINE],
+    "an alias in itself": ["a: &a [*a]"],
+    "nested interpolations": ["a0: x", *TEN, "run: {name: '${a11}'}"],
+}
+
+
+@pytest.mark.parametrize("case", ENDLESS)
+def test_a_recipe_that_expands_without_end_is_refused(case, tmp_path):
+    (tmp_path / "recipes").mkdir()
+    lines = ["# @package _global_", *ENDLESS[case]]
+    (tmp_path / "recipes/large.yaml").write_text("\n".join(lines) + "\n")
+    with pytest.raises(ConfigError, match="its aliases and interpolations stand for"):
+        compose(["recipes=large"], str(tmp_path))
+
+
+def test_aliases_and_interpolations_of_a_recipe_are_replaced(tmp_path):
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/short.yaml").write_text(
+        "# @package _global_\nrun: {num_steps: &steps 7, seed: *steps, name: 'a${run.seed}-${run.seed}'}\n"
+    )
+    run = compose(["recipes=short"], str(tmp_path)).run
+    assert (run.num_steps, run.seed, run.name) == (7, 7, "a7-7")

@@ -221,6 +221,19 @@ def test_a_turn_ends_with_the_special_token_after_an_answer(directory, template,
 
 
 @pytest.mark.parametrize(
+    "around", ["{{# {} #}}", "{{% raw %}}{}{{% endraw %}}", "{{% set a = '{}' %}}"]
+)
+def test_only_a_tag_marks_answers(around):
+    """The tag's name in a comment or a text is no tag: the answers are found as without it."""
+    named = around.format("{% generation %}").replace("' %}' ", "' ")
+    found = render(ChatTemplate(named + PLAIN_CHATML), CHAT)
+    plain = render(ChatTemplate(PLAIN_CHATML), CHAT)
+    assert [found.text[a:b] for a, b in found.answers] == [
+        plain.text[a:b] for a, b in plain.answers
+    ]
+
+
+@pytest.mark.parametrize(
     ("template", "message"),
     [
         ("{{ ''.__class__.__mro__ }}", "SecurityError: access to attribute '__class__'"),

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from support.oracle import FOLDER
+from support.selection import full_except
 
 import ppctl
+from ppctl.data import chat_templates
 from ppctl.data.chat_templates import ChatTemplate, chat_template, render_question
 from ppctl.data.tokenizer import load_tokenizer
 from ppctl.errors import ConfigError, DataError, PpctlError
@@ -433,18 +435,35 @@ TEMPLATES = {
     "changes of messages": "{{ messages.append(1) }}",
     "a block in itself": "{% block a %}{{ self.a() }}{% endblock %}",
     "a macro in itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "a macro twice in itself": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}"
-    "{% endmacro %}{{ f(60) }}",
     "a range without end": "{% for a in range(10**9) %}{% endfor %}",
-    "loops in loops": LOOP * 2 + "{% endfor %}" * 2,
-    "a power without end": "{% set n = 9 %}{{ (10**n)**(10**n) }}",
     "a text without end": "{% set n = 11 %}{{ 'a' * 10**n }}",
     "a list without end": "{% set n = 11 %}{{ [1] * 10**n }}",
+    "a width without end": "{{ '%99999999999d' % 1 }}",
     "blocks in blocks": "{% if 1 %}" * 3000 + "{% endif %}" * 3000,
     "brackets in brackets": "{{ " + "(" * 20_000 + " }}",
     "half a letter": r"{{ '\ud800' }}",
     "no tag": "{% evil %}",
 }
+
+
+ENDLESS = {  # loops of Jinja, of Python and of C
+    "loops in loops": LOOP * 2 + "{% endfor %}" * 2,
+    "a loop in a filter": "{{ 2 in ([1] | slice(10**12)) }}",
+    "nested sums": "{% for a in [range(99999)] * 9999 %}{{ a | sum }}{% endfor %}",
+    "a macro twice in itself": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}"
+    "{% endmacro %}{{ f(60) }}",
+    "a power": "{% set n = 9 %}{{ (10**n)**(10**n) }}",
+    "sums of lists": "{{ ([[1]] * 999999) | sum(start=[]) }}",
+}
+
+
+@pytest.mark.parametrize("case", full_except([*ENDLESS], "a loop in a filter", "a power"))
+def test_a_template_without_end_is_ended_by_the_clock(case, monkeypatch):
+    """Whatever it computes: no count of its steps has to know all loops."""
+    monkeypatch.setattr(chat_templates, "CPU_S", 0.3)
+    with pytest.raises(DataError, match=r"the chat template fails \(it takes more than 0.3 s\)"):
+        render_question(ChatTemplate(ENDLESS[case]), [{"role": "user", "content": "hello"}])
+    assert render_question(ChatTemplate("a"), [{"role": "user", "content": "hello"}]) == "a"
 
 
 @pytest.mark.parametrize("case", TEMPLATES)
@@ -453,12 +472,6 @@ def test_a_template_reaches_no_objects_and_terminates(case):
     with pytest.raises(DataError, match=r"the chat template fails \(.*\)\. Correct it") as caught:
         render_question(ChatTemplate(TEMPLATES[case]), messages)
     assert "\n" not in str(caught.value)
-
-
-def test_loops_that_are_counted_know_their_length():
-    loop = "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.last }} {% endfor %}"
-    messages = [{"role": "user", "content": "hello"}] * 3
-    assert render_question(ChatTemplate(loop), messages) == "1/3False 2/3False 3/3True "
 
 
 def test_a_template_without_end_is_refused(tmp_path):
