@@ -16,6 +16,9 @@ from typing import Any, ClassVar
 import yaml
 from antlr4 import InputStream
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import HydraException
 from hydra.grammar.gen.OverrideLexer import OverrideLexer as Lexer
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
@@ -29,6 +32,7 @@ MOST_VALUES = 2**16  # maximum values after aliases and interpolations are repla
 TYPED = (Lexer.INT, Lexer.FLOAT, Lexer.BOOL)
 BEFORE = (None, Lexer.COMMA, Lexer.POPEN, Lexer.BRACKET_OPEN)
 AFTER = (None, Lexer.COMMA, Lexer.PCLOSE, Lexer.BRACKET_CLOSE, Lexer.BRACE_CLOSE)
+COMMANDS = ("run.on_event",)  # settings with quotes for a shell
 OF_NUMBERS = ("range", "interval")  # Hydra's functions with numbers as arguments
 
 
@@ -68,11 +72,15 @@ def _kinds(hint: Any) -> list[Any]:
 def as_typed(override: str) -> str:
     """Return an override with quotes around texts that Hydra would read as numbers or booleans.
 
+    A command that Hydra cannot read, such as one with quotes, is quoted as a whole.
+
     >>> as_typed("run.name=12e4"), as_typed("+run.name=a,1_0"), as_typed("optim.lr=1_000")
     ("run.name='12e4'", "+run.name=a,'1_0'", 'optim.lr=1_000')
     """
-    # 1. the tokens of the value
+    # 1. a command; the tokens of any other value
     head, _, value = override.partition("=")
+    if head.lstrip("+") in COMMANDS and not _is_readable(override):
+        return f"{head}={QuotedString(value, Quote.single).with_quotes()}"
     lexer = Lexer(InputStream(value))
     lexer.removeErrorListeners()  # a fault is reported when the override is parsed
     lexer.mode(Lexer.VALUE_MODE)
@@ -91,6 +99,14 @@ def as_typed(override: str) -> str:
             text += f"{value[end : token.start]}'{token.text}'"
             end = token.stop + 1
     return f"{head}={text}{value[end:]}" if text else override
+
+
+def _is_readable(override: str) -> bool:
+    try:
+        OverridesParser.create().parse_override(override)
+    except HydraException:
+        return False
+    return True
 
 
 class TextSource(FileConfigSource):

@@ -132,6 +132,7 @@ def domains(key: str, part: Any) -> None:
             for place, each in _entries(name, value):
                 for check in checks[field.name]:
                     check(place, each)
+                _finite(place, each)
                 if place == name:  # entries of mappings have no limit
                     _number(name, each)
 
@@ -148,11 +149,18 @@ def _entries(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _number(key: str, value: Any) -> None:
-    """Raise ConfigError for an infinite or NaN float, and an int outside int32 (bytes excepted)."""
+    """Raise ConfigError for an int outside int32 (bytes excepted)."""
     if isinstance(value, int) and abs(value) > LARGEST and not key.endswith("_bytes"):
         raise ConfigError(f"{key}={value} is out of reach: whole numbers go up to {LARGEST}.")
+
+
+def _finite(key: str, value: Any) -> None:
+    """Raise ConfigError for an infinite or NaN float, which JSON lacks, also in a mapping."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{key}={value} is not finite. Use a number.")
+    if isinstance(value, list | dict):
+        for place, each in _entries(key, value):
+            _finite(place, each)
 
 
 @cache

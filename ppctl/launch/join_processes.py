@@ -175,7 +175,8 @@ def gather(text: str) -> list[str]:
     """Return the texts of all processes, by process number. A barrier: all must call it."""
     if not is_joined():
         return [text]
-    encoded = np.frombuffer(text.encode(), np.uint8)
+    # file names that are not UTF-8 must not stop one process while the others wait
+    encoded = np.frombuffer(text.encode(errors="backslashreplace"), np.uint8)
     lengths = np.asarray(_all_rows(np.array([len(encoded)], np.int32)))[:, 0]
     padded = np.zeros(max(1, lengths.max()), np.uint8)
     padded[: len(encoded)] = encoded

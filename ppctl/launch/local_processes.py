@@ -19,8 +19,10 @@ from ppctl.config import Launch, Mesh, Run
 from ppctl.config.groups.command_settings import not_launched
 from ppctl.errors import ConfigError, LostError, NonFiniteError, error_document
 from ppctl.launch.cluster_variables import without_proxy
+from ppctl.launch.event_command import event_document, fault_of_call
 from ppctl.launch.supervisor import LEFT, Child, Ending, run_group, stop_requests
 from ppctl.reports.run_files import checkpoint_steps, last_record
+from ppctl.reports.terminal_output import show_json
 
 HOST = "127.0.0.1"
 STARTED_WITH = "PPCTL_STARTED_WITH"  # variable: words of the launcher's command, as JSON
@@ -68,6 +70,10 @@ def launch(
             why = ending.cause
             why += "" if record is None else f" (last step logged: {record['step']})"
             _say(why)
+            if run.on_event is not None and ending.is_lead_killed:  # else process 0 has told it
+                document = event_document("lost", run_dir, reason=why)
+                if (fault := fault_of_call(run.on_event, document)) is not None:
+                    _say(f"run.on_event at lost: {fault}")
         return ending
 
     # 3. start, and restart after crashes
@@ -77,7 +83,7 @@ def launch(
         code = LostError.exit_code if code > KILLED and code not in LEFT else code
         document = error_of(Path(errors.name), code, why) if code else None
         if document is not None and not leave_error(document) and as_json:
-            print(json.dumps(document), flush=True)
+            show_json(document)
     return code
 
 

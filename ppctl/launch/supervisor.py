@@ -44,6 +44,7 @@ class Ending(NamedTuple):
     code: int  # exit code as in a shell: 128 + n after signal n
     is_stopped: bool  # a signal to this process ended the group
     cause: str | None  # the process that ended the group, and its end; None: a regular end
+    is_lead_killed: bool = False  # whether a signal killed child 0, which could not report it
 
 
 @contextmanager
@@ -130,7 +131,7 @@ def run_group(
         until_s = time.monotonic() + DRAIN_S
         for pump in pumps:
             pump.join(max(0.0, until_s - time.monotonic()))
-    return _ending(ended, killed, stop, {-signal.SIGABRT, *symptoms})
+    return _ending(ended, killed, stop, symptoms)._replace(is_lead_killed=ended[0] < 0)
 
 
 def start(
@@ -178,6 +179,7 @@ def _ending(
     'process 2 of 3 was killed by SIGKILL; process 1 had to be killed'
     """
     failed = {child: code for child, code in ended.items() if child not in killed and code != 0}
+    symptoms = {-signal.SIGABRT, *symptoms}
     causes = [child for child, code in failed.items() if code not in symptoms] or [*failed]
     child = causes[0] if causes else None
     left = f"{_named(sorted(killed))} had to be killed" if killed else None

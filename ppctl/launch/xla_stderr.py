@@ -40,7 +40,7 @@ def divert(process: int | str) -> None:
 
 def tell_lost(what: str) -> None:
     """Send `what` to the child, which prints it if XLA ends this process after losing another."""
-    os.write(2, f"{LOST}{what}\n".encode())
+    os.write(2, f"{LOST}{what}\n".encode(errors="backslashreplace"))
 
 
 def readable(lines: Iterable[str], process: str) -> Iterator[str]:
@@ -82,6 +82,11 @@ def _cause(last_words: str) -> str:
 
 
 if __name__ == "__main__":
-    for shown in readable(sys.stdin, sys.argv[1]):
-        sys.stdout.write(shown)
-        sys.stdout.flush()
+    # libraries may print bytes that are not UTF-8
+    printed, out = (
+        os.fdopen(number, mode, encoding="utf-8", errors="backslashreplace")
+        for number, mode in ((0, "r"), (1, "w"))
+    )
+    for shown in readable(printed, sys.argv[1]):
+        out.write(shown)
+        out.flush()

@@ -130,7 +130,7 @@ def show_lines(console: Console, *lines: str | Text) -> None:
 
 def show_json(document: Any) -> None:
     """Print one JSON document. Non-finite numbers, which JSON lacks, become null."""
-    print(json.dumps(json_safe(document), allow_nan=False))
+    print(json.dumps(json_safe(document), allow_nan=False), flush=True)
 
 
 def decimal_text(value: float, decimals: int = 4) -> str:

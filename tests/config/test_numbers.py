@@ -210,3 +210,9 @@ def test_a_model_that_this_machine_cannot_hold_is_refused_before_it_is_made(
         capsys.readouterr().err,
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_number_of_a_users_options_is_finite_as_checkpoints_record_it():
+    data = c.CustomData(target="a.b", options={"of": [1.0, {"it": math.inf}]})
+    with pytest.raises(ConfigError, match=r"^data\.options\.of\.it=inf is not finite"):
+        check(c.Config(data=data))

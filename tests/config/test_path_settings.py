@@ -14,7 +14,7 @@ from ppctl.reports.recorded_settings import path_settings, recorded_paths, with_
 TEXTS = {
     *("data.end_token", "data.field", "data.prompt_field", "data.parts.field"),
     *("data.parts.prompt_field", "model.window_pattern", "plan.topology", "run.coordinator"),
-    *("run.name", "run.on_event", "run.profile", "tune.recipe", "tune.schedules"),
+    *("run.name", "run.profile", "tune.recipe", "tune.schedules"),
     *("hardware.device_kinds",),
 }
 WRITTEN = {"run.dir"}  # the run's place, which readers know

@@ -1,10 +1,13 @@
 """Lines about processes that are slow or lost: by heartbeats, and of XLA's last words."""
 
 import json
+import subprocess
+import sys
 import time
 
 import pytest
 
+from ppctl.launch import xla_stderr
 from ppctl.launch.xla_stderr import LOST, readable
 from ppctl.reports.run_files import FAILED_FILE
 from ppctl.training.run.heartbeat import Heartbeat, late_text
@@ -143,3 +146,9 @@ def test_a_heartbeat_reports_at_growing_intervals_and_leaves_no_file(tmp_path):
     assert heartbeat.text == "running step 4"
     heartbeat.stop()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_child_that_filters_output_takes_any_bytes():
+    command = [sys.executable, "-S", "-E", xla_stderr.__file__, "0"]
+    found = subprocess.run(command, input=b"caf\xe9\nnext\n", capture_output=True, check=True)
+    assert found.stdout == b"caf\\xe9\nnext\n"

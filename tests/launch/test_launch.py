@@ -99,7 +99,8 @@ class Group:
         self.out, err = self.popen.communicate(timeout=timeout_s)
         *lines, ending = err.splitlines()
         assert not any(is_held(lock) for lock in self.locks)
-        found = Ending(*json.loads(ending))
+        *of_group, self.is_lead_killed = json.loads(ending)
+        found = Ending(*of_group)
         assert self.popen.returncode == found.code
         return found, self.out.splitlines(), lines
 
@@ -195,6 +196,7 @@ def test_the_first_child_that_crashes_ends_all_and_is_named(tmp_path, crashed, s
     assert ending == Ending(
         code, False, f"process {crashed} of 3 {how}; processes {others} had to be killed"
     )
+    assert group.is_lead_killed == ("raise" not in script)  # also if it had to be killed
     assert any("RuntimeError: boom" in line for line in err) == ("boom" in script)
 
 

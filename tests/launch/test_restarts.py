@@ -11,7 +11,8 @@ import pytest
 from support.environment import BY_USER
 
 from ppctl import config as c
-from ppctl.launch.local_processes import newest_checkpoint, with_restarts
+from ppctl.launch import local_processes
+from ppctl.launch.local_processes import launch, newest_checkpoint, with_restarts
 from ppctl.launch.supervisor import Ending
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 
@@ -51,6 +52,18 @@ def test_each_restart_without_progress_is_printed_and_the_last_exit_code_is_the_
         "restart 2 of 2, from the checkpoint of step 40; the last start saved nothing",
         "no restart is left (launch.max_restarts=2)",
     ]
+
+
+@pytest.mark.parametrize("is_lead_killed", [True, False])
+def test_the_launcher_reports_the_loss_of_process_0(tmp_path, monkeypatch, is_lead_killed):
+    ending = Ending(137, False, "process 0 of 2 was killed by SIGKILL", is_lead_killed)
+    monkeypatch.setattr(local_processes, "run_group", lambda *_, **__: ending)
+    run = c.Run(dir=str(tmp_path), on_event=f"cp /dev/stdin {tmp_path / 'event'}")
+    assert launch(c.Launch(2), run, c.Mesh(1, 2), [], [], as_json=False) == 3
+    assert (tmp_path / "event").exists() == is_lead_killed
+    if is_lead_killed:
+        event = json.loads((tmp_path / "event").read_text())
+        assert (event["event"], event["reason"]) == ("lost", ending.cause)
 
 
 @pytest.mark.parametrize(

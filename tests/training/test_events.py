@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import pty
 import re
@@ -13,6 +14,9 @@ import pytest
 from support.small_runs import ROWS, checkpoints, losses, records
 
 from ppctl import cli
+from ppctl.cli.compose import compose
+from ppctl.launch import event_command
+from ppctl.launch.event_command import event_document, fault_of_call
 from ppctl.training.run import events
 from ppctl.training.run.events import Events
 
@@ -72,6 +76,39 @@ def test_a_failing_command_is_named_once_and_the_run_is_unchanged(
     plain = tmp_path / "plain"
     assert train("run.checkpoint.every=1", run_dir=plain)[0] == 0
     assert losses(tmp_path / "run") == losses(plain)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("", "names no program"),
+        ("' '", "names no program"),
+        ("python 'tell", "cannot be split into words: no closing quotation"),
+        ("python tell\\", "cannot be split into words: no escaped character"),
+    ],
+)
+def test_a_command_that_names_no_program_is_refused(train, value, reason):
+    code, _, err = train(f"run.on_event={value}")
+    assert code == 2
+    assert f"{reason}. Write a program and its arguments" in err
+    assert err.count("\n") == 1
+
+
+def test_a_command_has_the_quotes_that_a_shell_reads():
+    value = "sh -c 'cat >> \"a b\", x=1'"
+    assert compose([*ROWS.split(), f"run.on_event={value}"]).run.on_event == value
+
+
+def test_a_call_may_print_any_bytes_and_leave_a_process_that_keeps_stderr_open(
+    tmp_path, monkeypatch, command
+):
+    document = event_document("evaluated", tmp_path, step=1, eval_loss=math.nan)
+    line = command("sys.stderr.buffer.write(b'caf\\xe9'); sys.exit(1)")
+    assert fault_of_call(line, document) == "code 1, caf\ufffd"
+    monkeypatch.setattr(event_command, "CALL_S", 20.0)
+    assert fault_of_call("sh -c 'sleep 40 & exit 3'", document) == "code 3"
+    assert fault_of_call(f"cp /dev/stdin {tmp_path / 'event'}", document) is None
+    assert json.loads((tmp_path / "event").read_text())["eval_loss"] is None
 
 
 def test_a_run_does_not_wait_for_slow_calls_and_drops_them_at_its_end(

@@ -124,7 +124,7 @@ def test_prune_keeps_the_newest_and_permanent_checkpoints(train, tmp_path, capsy
     assert train(*words)[0] == 0
     shutil.copytree(run_dir / "checkpoints/6", run_dir / "checkpoints/9.after-6")
     code, out, err = prune(capsys, run_dir, "--keep", "2", "--yes", "--json")
-    assert code == 0
+    assert code == 0, err
     found = json.loads(out)
     assert found["removed"] == ["1", "3", "9.after-6"]
     told = f"ppctl: removed 3 checkpoints in {run_dir / 'checkpoints'}: 1, 3, 9.after-6, "

@@ -91,7 +91,10 @@ def test_a_resumed_run_counts_on(skipping, tmp_path):
     # step 3 is skipped; the rate of step 4 goes by updates with on_nonfinite=stop, too
     for words in (("run.num_steps=3",), ("run.num_steps=4", "run.on_nonfinite=stop")):
         # the cosine of another length is another rate: the warm-up lasts longer than both
-        assert skipping("mesh=1x1", *words, run_dir=parts)[0] == 0
+        code, out, _ = skipping("mesh=1x1", *words, "--json", run_dir=parts)
+        assert code == 0
+        assert "NaN" not in out
+        assert (json.loads(out)["loss"] is None) == (json.loads(out)["step"] == 3)
     assert records(whole, "skipped.jsonl") == records(parts, "skipped.jsonl")
     rates = [[line["lr"] for line in records(run_dir)] for run_dir in (whole, parts)]
     assert rates[0][-1] == rates[1][-1] > rates[0][1]

@@ -1,10 +1,10 @@
 """`ppctl examples`: commands for common tasks, to copy and to change."""
 
-import json
 from argparse import Namespace
 
 from ppctl.cli.command_options import EXAMPLES, Parser
 from ppctl.errors import ConfigError
+from ppctl.reports.terminal_output import show_json
 
 
 def parser() -> Parser:
@@ -17,7 +17,7 @@ def serve(options: Namespace) -> int:
     if options.words:
         raise ConfigError(f"`ppctl examples` takes no words, not {options.words[0]}.")
     if options.json:
-        print(json.dumps([{"want": want, "command": command} for want, command in EXAMPLES]))
+        show_json([{"want": want, "command": command} for want, command in EXAMPLES])
         return 0
     print("\n\n".join(f"# {want}\n{command}" for want, command in EXAMPLES))
     return 0

@@ -1,10 +1,10 @@
 """`ppctl export`: write a run's parameters as a model directory that transformers loads."""
 
-import json
 from argparse import Namespace
 from pathlib import Path
 
 from ppctl.cli.command_options import Parser
+from ppctl.reports.terminal_output import show_json
 
 
 def parser() -> Parser:
@@ -33,7 +33,7 @@ def serve(options: Namespace) -> int:
     how = {"step": options.step, "dtype": options.dtype, "adapter": options.adapter}
     found = export_model(source, out, **how)
     if options.json:
-        print(json.dumps({"directory": str(out), **found._asdict()}))
+        show_json({"directory": str(out), **found._asdict()})
     else:
         files = ", ".join(found.files)
         print(f"exported step {found.step} of {source} in {found.dtype}: {files} in {out}")

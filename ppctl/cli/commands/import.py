@@ -1,6 +1,5 @@
 """`ppctl import`: convert a transformers model or GGUF file to a run that ppctl can train."""
 
-import json
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 from ppctl.cli.command_options import Parser
 from ppctl.errors import ConfigError
 from ppctl.reports.foreign_files import check_place
+from ppctl.reports.terminal_output import show_json
 
 
 def parser() -> Parser:
@@ -45,7 +45,7 @@ def serve(options: Namespace) -> int:
         shown = {"run_dir": str(out), "num_parameters": number, "num_layers": layers}
         shown |= {"files": found.files, "notes": found.notes, "train": found.commands}
         shown["seconds"] = seconds
-        print(json.dumps(shown))
+        show_json(shown)
         return 0
     print(f"imported {source}: {layers} layers, {number:,} parameters, in {seconds:.1f} s")
     for note in found.notes:

@@ -1,6 +1,7 @@
 """The run itself: its length, directory, checkpoints and processes."""
 
 import re
+import shlex
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, ClassVar
@@ -24,6 +25,19 @@ DTYPES = ("float32", "bfloat16", "float64")
 def _resume(key: str, value: str) -> None:
     if not re.fullmatch(r"[1-9]\d{0,11}", value):
         one_of("auto", "must", "never", "STEP")(key, value)
+
+
+def _command(key: str, value: str) -> None:
+    """Raise ConfigError if a command has no program, or cannot be split into words."""
+    try:
+        words, why = shlex.split(value), "names no program"
+    except ValueError as error:  # an open quote, or a backslash at the end
+        words, why = [], f"cannot be split into words: {str(error).lower()}"
+    if "\0" in value:
+        words, why = [], "contains a character 0"
+    if not any(words[:1]):
+        use = f"Write a program and its arguments, such as {key}='python tell.py', or {key}=null"
+        raise ConfigError(f"{key}={value!r} {why}. {use}.")
 
 
 @dataclass
@@ -79,7 +93,7 @@ class Run(Settings):
     num_processes: Count | None = None  # processes of the whole run
     process_id: Natural | None = None  # 0..num_processes-1; process 0 prints and records
     # command that gets each event of the run as a line of JSON on its standard input
-    on_event: str | None = None
+    on_event: Annotated[str, _command] | None = None
     heartbeat_s: Count = 30  # seconds of silence after which a process is lost and the run ends
     # seconds without progress before the slow process is named
     slow_after_s: Annotated[float, partial(at_least, least=1)] = 60.0

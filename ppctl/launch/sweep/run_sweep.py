@@ -5,7 +5,6 @@ One loop runs local or submitted jobs; a job that fails does not stop the others
 
 from __future__ import annotations
 
-import json
 import queue
 import signal
 import time
@@ -31,7 +30,7 @@ from ppctl.launch.sweep.sweep_records import (
     write_records,
 )
 from ppctl.reports.run_page.write_report import FILE as REPORT
-from ppctl.reports.terminal_output import replace_file, show_lines
+from ppctl.reports.terminal_output import replace_file, show_json, show_lines
 
 if TYPE_CHECKING:
     from ppctl.launch.sweep.submitit_jobs import SubmittedJobs  # needs the extra slurm
@@ -215,4 +214,4 @@ class _Loop:
 
     def emit(self, document: dict[str, Any]) -> None:
         if self.sweep.as_json:
-            print(json.dumps(document), flush=True)
+            show_json(document)

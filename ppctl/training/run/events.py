@@ -4,23 +4,19 @@ It reads one JSON document from standard input. A separate thread makes the call
 step waits for them. The first call that fails or takes too long prints a note; training goes on.
 """
 
-import json
 import queue
-import shlex
-import subprocess
 import threading
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
 from ppctl.errors import NonFiniteError, PpctlError, one_line
+from ppctl.launch.event_command import event_document, fault_of_call
 from ppctl.training.run.heartbeat import POLL_S
 from ppctl.training.run.process_group import lost_contact
 
 NAMES = ("started", "saved", "evaluated", "skipped", "non_finite", "stalled", "lost")
 NAMES += ("finished", "stopped", "interrupted", "failed")
-CALL_S = 60.0  # seconds, after which a call is killed
 END_S = 30.0  # seconds after the run for the remaining calls
 LOST_S = 2 * POLL_S  # seconds for the heartbeat to name the failed process and its error
 
@@ -28,18 +24,17 @@ LOST_S = 2 * POLL_S  # seconds for the heartbeat to name the failed process and 
 class Events:
     """The events of one run. A context manager: an exception of its body is an event, too.
 
-    command: run.on_event, split as by a shell; None: no calls. note: prints a line.
+    command: run.on_event; None: no calls. note: prints a line.
     """
 
     def __init__(self, command: str | None, run_dir: Path, note: Callable[[str], None]):
-        self._words = None if command is None else shlex.split(command)
-        self._run_dir, self._note = str(run_dir.absolute()), note
+        self._command, self._run_dir, self._note = command, run_dir, note
         self._waiting = queue.SimpleQueue[dict[str, Any] | None]()
         self._has_failed, self._is_lost = False, threading.Event()
         self._thread = threading.Thread(target=self._call_all, name="events", daemon=True)
 
     def __enter__(self) -> Self:
-        if self._words is not None:
+        if self._command is not None:
             self._thread.start()
         return self
 
@@ -53,7 +48,7 @@ class Events:
         elif error is not None:
             kind = error.kind if isinstance(error, PpctlError) else type(error).__name__
             self.tell("failed", kind=kind, reason=one_line(str(error)))
-        if self._words is not None:
+        if self._command is not None:
             self._waiting.put(None)
             self._thread.join(END_S)
             if self._thread.is_alive():
@@ -64,34 +59,16 @@ class Events:
         assert event in NAMES, event
         if event == "lost":
             self._is_lost.set()
-        time = datetime.now(UTC).isoformat(timespec="seconds")
-        if self._words is not None:
-            self._waiting.put({"event": event, "time": time, "run_dir": self._run_dir, **facts})
+        if self._command is not None:
+            self._waiting.put(event_document(event, self._run_dir, **facts))
 
     def _call_all(self) -> None:
+        assert self._command is not None, "the thread runs only with a command"
         for document in iter(self._waiting.get, None):
-            fault = self._fault_of_call(document)
+            fault = fault_of_call(self._command, document)
             if fault is not None and not self._has_failed:
                 self._has_failed = True
                 self._note(
                     f"note      run.on_event at {document['event']}: {fault}. Training goes on; "
                     "later failures are not printed"
                 )
-
-    def _fault_of_call(self, document: dict[str, Any]) -> str | None:
-        """Call the command; return the reason of a failure, or None."""
-        how = {"text": True, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        given = json.dumps(document) + "\n"
-        try:
-            # in a new session: a Ctrl-C must not reach the command
-            done = subprocess.run(
-                self._words or [], input=given, timeout=CALL_S, start_new_session=True, **how
-            )
-        except subprocess.TimeoutExpired:
-            return f"not finished after {CALL_S:g} s, and killed"
-        except OSError as error:
-            return f"{error.strerror}: {error.filename}"
-        if done.returncode == 0:
-            return None
-        last = (done.stderr.strip().splitlines() or [""])[-1]
-        return f"code {done.returncode}" + (f", {one_line(last)}" if last else "")

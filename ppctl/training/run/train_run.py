@@ -26,7 +26,7 @@ from ppctl.launch.supervisor import STOP_SIGNALS, handling
 from ppctl.reports import run_status
 from ppctl.reports.run_files import MEMORY_FILE, SCHEDULE_FILE, check_run_dir
 from ppctl.reports.run_status import FINISHED, INTERRUPTED, STOP_FILE, STOPPED, HeldError, RunStatus
-from ppctl.reports.terminal_output import OutputConsole, replace_file, show_lines
+from ppctl.reports.terminal_output import OutputConsole, replace_file, show_json, show_lines
 from ppctl.schedule.schedule_text import to_csv
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.checkpoint.manifest import check_names
@@ -108,7 +108,7 @@ def _train(
             steps = f"run.num_steps={start} steps"
             say(f"{run_dir} has finished all {steps}. Use a larger run.num_steps to go on.")
             if as_json and is_lead:
-                print(json.dumps({"status": FINISHED, "run_dir": run.dir, "step": start}))
+                show_json({"status": FINISHED, "run_dir": run.dir, "step": start})
             return 0
         if run.checkpoint.on_failure == "stop":
             check_disk(run, state_bytes(job))
@@ -220,7 +220,7 @@ def _sum_up(loop: Loop, status: str, say: Say, *, as_json: bool) -> None:
     say(f"{status} at step {loop.last['step']}; {left} are in {Path(run.dir)}")
     if as_json:
         times = {"compile_time_s": loop.compile_time_s}
-        print(json.dumps({"status": status, "run_dir": run.dir, **times, **loop.last}))
+        show_json({"status": status, "run_dir": run.dir, **times, **loop.last})
 
 
 def _status(run_dir: Path) -> AbstractContextManager[RunStatus | None]:
