@@ -5,11 +5,20 @@ import errno
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+from ppctl.errors import ConfigError
 
 MOST_BYTES = 2**28  # bytes of the largest file read whole: 4 timelines of a million tasks
 PIECE = 2**20  # bytes per read
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+def path_of(name: str, value: Any) -> Path:
+    """Return a path given to the Python API. ConfigError for another type; name: the argument."""
+    if not isinstance(value, str | os.PathLike):
+        raise ConfigError(f"{name}={value!r} is not a path. Use a text or a pathlib.Path.")
+    return Path(os.fsdecode(value))
 
 
 def open_file(path: str | Path) -> BinaryIO:

@@ -19,7 +19,7 @@ from ppctl.schedule.search.auto_search import choose
 from ppctl.schedule.search.placement_costs import CostsOf
 from ppctl.schedule.tick_lowering import Ticks
 from ppctl.schedule.vocabulary_parallel import with_vocabulary
-from ppctl.user_files import read_text
+from ppctl.user_files import path_of, read_text
 
 _PLAIN, _WITH_CHUNKS = (settings.Schedule, settings.Eager1F1B), (settings.Chunked, settings.Hanayo)
 CLASSES: tuple[type[settings.Schedule], ...] = (*_PLAIN, *_WITH_CHUNKS, settings.Interleaved)
@@ -194,6 +194,7 @@ def read(path: str | Path) -> Schedule:
     PyTorch's pipelining reads and writes the same text. ConfigError if the file is unreadable,
     ScheduleError if the schedule is invalid.
     """
+    path = path_of("path", path)
     try:
         return from_csv(read_text(path), str(path))
     except OSError as error:

@@ -183,6 +183,8 @@ def test_an_mlp_predicts_and_a_stack_without_outputs_is_refused(saved, monkeypat
     batch = {"inputs": rng.standard_normal((4, 3)), "targets": rng.standard_normal((4, 2))}
     error = np.square(run.predict(batch["inputs"]) - batch["targets"]).mean()
     assert run.loss(batch) == pytest.approx(error, rel=1e-5)
+    with pytest.raises(ppctl.PpctlError, match="batch is inputs; it must be"):
+        run.loss({"inputs": batch["inputs"]})
     stack, params = run._trained(5)
     without = stack.with_options(outputs=None), params
     monkeypatch.setitem(vars(run), "_trained", lambda step: without)
@@ -303,6 +305,9 @@ def test_missing_parts_of_a_run_are_refused(saved, tmp_path):
         ppctl.load_run(saved[0]).params(4)
     with pytest.raises(ppctl.PpctlError, match=r"is no run: it has no config\.yaml"):
         ppctl.load_run(tmp_path)
+    for call in (ppctl.load_run, ppctl.read_schedule):
+        with pytest.raises(ppctl.PpctlError, match=r"=None is not a path\. Use a text or"):
+            call(None)
 
 
 def test_a_flipped_byte_is_found(saved, tmp_path):

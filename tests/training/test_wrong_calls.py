@@ -130,6 +130,11 @@ def test_a_batch_that_the_model_does_not_take_is_refused(batch, message):
     pipe = make()
     with pytest.raises(ppctl.PpctlError, match=f"^{message}$"):
         pipe.put(batch)
+    if isinstance(batch, dict) and "targets" not in batch:
+        state, few = pipe.init(), {"inputs": batch["inputs"][:3]}
+        for call in (pipe.loss, pipe.evaluate):
+            with pytest.raises(ppctl.PpctlError, match=f"^{message}$"):
+                call(state, few)
 
 
 def test_a_packed_model_takes_the_complements_of_ids():

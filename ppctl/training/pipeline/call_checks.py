@@ -1,7 +1,7 @@
 """Checks of the arguments of the Python API: numbers, batches and states."""
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
@@ -101,17 +101,17 @@ def _short(value: Any) -> str:
 # batches
 
 
-def arrays_of(batch: Any) -> dict[str, Any]:
-    """Return {"inputs", "targets"} of a batch as arrays, or as shapes and dtypes.
+def arrays_of(batch: Any, names: Sequence[str] = ("inputs", "targets")) -> dict[str, Any]:
+    """Return the parts of a batch with these names as arrays, or as shapes and dtypes.
 
     The inputs may be a dict of arrays, also a nested one.
     """
-    if not isinstance(batch, Mapping) or not {"inputs", "targets"} <= set(batch):
+    if not isinstance(batch, Mapping) or not set(names) <= set(batch):
         found = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
         raise ConfigError(
             f'batch is {found}; it must be {{"inputs": [batch, ...], "targets": [batch, ...]}}.'
         )
-    return {name: _array_tree(name, batch[name]) for name in ("inputs", "targets")}
+    return {name: _array_tree(name, batch[name]) for name in names}
 
 
 def _array_tree(name: str, value: Any) -> Any:
@@ -151,15 +151,12 @@ def on_host(
     *,
     any_number: bool = False,
 ) -> dict[str, np.ndarray]:
-    """Return a batch as NumPy arrays with the dtypes of `shapes`.
+    """Return the parts of a batch that `shapes` names, as NumPy arrays of their dtypes.
 
-    any_number: the batch may have any number of examples, and no targets. ConfigError if its shapes
-    or kinds of numbers differ, or the model rejects its values (`check_batch` of the stack).
+    any_number: the batch may have any number of examples. ConfigError if its shapes or kinds of
+    numbers differ, or the model rejects its values (`check_batch` of the stack).
     """
-    has_targets = not (any_number and isinstance(batch, Mapping) and {*batch} == {"inputs"})
-    arrays = arrays_of(batch) if has_targets else {"inputs": _array_tree("inputs", batch["inputs"])}
-    arrays = jax.tree.map(np.asarray, arrays)
-    shapes = {name: shapes[name] for name in arrays}
+    arrays = jax.tree.map(np.asarray, arrays_of(batch, [*shapes]))
     actual, wanted = ({n: a.shape for n, a in named(tree).items()} for tree in (arrays, shapes))
     found, made_for = f"The batch has shapes {actual}", f"but the pipeline was made for {wanted}"
     if any_number:
@@ -192,6 +189,11 @@ def check_values(
             if ends[0] < bounds.min or ends[1] > bounds.max:
                 furthest = max(*ends, key=abs)
                 raise ConfigError(f"{name} hold {furthest}, beyond {dtype}. Use smaller numbers.")
+    check_by_model(stack, arrays)
+
+
+def check_by_model(stack: Stack, arrays: Mapping[str, Any]) -> None:
+    """Run the model's `check_batch`, if it has one, on the inputs and targets."""
     if stack.options.check_batch is not None:
         stack.options.check_batch(arrays["inputs"], arrays.get("targets"))
 

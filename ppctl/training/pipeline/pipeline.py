@@ -1,7 +1,7 @@
 """`Pipeline`: a model on a mesh that trains and evaluates, for commands and scripts."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -196,7 +196,7 @@ class Pipeline:
         Raises:
             ConfigError: Apart from the number of examples, the arrays do not fit the pipeline.
         """
-        return self._whole.evaluate(*self._of_whole(state, batch))
+        return self._whole.evaluate(*self._of_whole(state, batch, ("inputs", "targets")))
 
     def predict(self, state: Tree, inputs: Any) -> Tree:
         """Return the model's outputs, such as logits, computed as in `evaluate`.
@@ -216,7 +216,7 @@ class Pipeline:
                 "The Stack has no outputs, only a loss. Give it outputs=..., a function "
                 "(embed_head, x)."
             )
-        params, batch = self._of_whole(state, {"inputs": inputs})
+        params, batch = self._of_whole(state, {"inputs": inputs}, ("inputs",))
         return self._whole.predict(params, batch["inputs"])
 
     def params(self, state: Tree) -> Tree:
@@ -227,7 +227,9 @@ class Pipeline:
         """
         return of_author(self.stack, self.engine.params(self._state_checks.checked(state)))
 
-    def _of_whole(self, state: Tree, batch: Any) -> tuple[Tree, dict[str, np.ndarray]]:
+    def _of_whole(
+        self, state: Tree, batch: Any, names: Sequence[str]
+    ) -> tuple[Tree, dict[str, np.ndarray]]:
         """Return (natural parameters, a checked batch of any number of examples on the host)."""
         state = self._state_checks.checked(state)
         if self.stack.options.mixes_examples:
@@ -235,7 +237,8 @@ class Pipeline:
                 "The model mixes the examples of a batch (mixes_examples=True), so an example has "
                 f"no outputs or loss by itself. Use pipe.loss with batches of {self.batch_size}."
             )
-        arrays = on_host(batch, self.batch_shapes, self.stack, any_number=True)
+        shapes = {name: self.batch_shapes[name] for name in names}
+        arrays = on_host(batch, shapes, self.stack, any_number=True)
         return self.engine.params(state), arrays
 
     @cached_property

@@ -29,7 +29,9 @@ from ppctl.training.checkpoint.checkpoint import Checkpoints, T, read_newest
 from ppctl.training.checkpoint.manifest import array_types, differences
 from ppctl.training.checkpoint.stored_adapters import merged_params
 from ppctl.training.pipeline.built_in_models import lora_of, make_stack
+from ppctl.training.pipeline.call_checks import arrays_of, check_by_model
 from ppctl.training.pipeline.job import DEFAULT_DTYPE, open_data
+from ppctl.user_files import path_of
 
 Tree = Any
 
@@ -128,13 +130,16 @@ class SavedRun:
                 "outputs, only with a loss. Give it outputs=..., a function (embed_head, x), or "
                 "use run.loss(batch)."
             )
-        return self._outputs(params, jnp.asarray(inputs))
+        arrays = arrays_of({"inputs": inputs}, ("inputs",))
+        check_by_model(stack, arrays)
+        return self._outputs(params, jax.tree.map(jnp.asarray, arrays["inputs"]))
 
     def loss(self, batch: Mapping[str, Any], step: int | None = None) -> float:
         """Return the mean loss of a batch {"inputs", "targets"}, arrays [examples, ...]."""
-        _, params = self.read(step, self._trained)
-        arrays = {name: jnp.asarray(batch[name]) for name in ("inputs", "targets")}
-        return float(self._mean_loss(params, arrays)[0])
+        stack, params = self.read(step, self._trained)
+        arrays = arrays_of(batch)
+        check_by_model(stack, arrays)
+        return float(self._mean_loss(params, jax.tree.map(jnp.asarray, arrays))[0])
 
     # parts of a run, read on first use
 
@@ -267,13 +272,13 @@ def load_run(directory: str | Path) -> SavedRun:
         directory: run.dir of the run.
 
     Raises:
-        ConfigError: The directory has no config.yaml.
+        ConfigError: The directory has no config.yaml, or `directory` is not a path.
 
     Example:
         run = ppctl.load_run("runs/tiny")
         loss, logits = run.metrics[-1]["loss"], run.predict(inputs)
     """
-    path = Path(directory)
+    path = path_of("directory", directory)
     if not (path / "config.yaml").is_file():
         raise ConfigError(f"{path} is no run: it has no config.yaml. `ppctl runs` lists runs.")
     return SavedRun(path)
