@@ -23,7 +23,8 @@ from ppctl.launch.cluster_variables import cluster_fault, proxy_fault
 JOIN_S = 300
 LEAVE_S = 30  # seconds that a finished process waits for the others
 COUNTED_BY = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")  # read by JAX's cluster detection, too
-_extra_on: set[str] = set()  # the platform with one more device in each process, if any
+EXTRA = 2  # simulated devices of a process outside the mesh
+_extra_on: set[str] = set()  # the platform with EXTRA devices in each process, if any
 
 
 def join(
@@ -128,29 +129,38 @@ def known_count(num_processes: int | None, *, is_cpu: bool) -> int | None:
 
 
 def simulate(num_devices: int) -> None:
-    """Let JAX simulate this process's CPU devices of the mesh, and one more, `exchange_devices`.
+    """Let JAX simulate this process's CPU devices of the mesh, and two more for exchanges.
 
-    XLA for CPUs orders programs with one device in this process, and those with several, but not
-    the ones with the others. Gloo has no tags: two collectives of the same devices that run at the
-    same time take each other's messages, which aborts the process. So exchanges between processes,
-    at any time, need devices that no other program uses. XLA starts a thread for each device.
+    Exchanges run at any time beside other programs. But collectives of the same devices at the
+    same time take each other's messages, because Gloo has no tags, and the process aborts. XLA for
+    CPUs does not order programs of one and of several local devices. So exchanges have devices
+    that no mesh uses, at another place in process 0: groups of other programs (of JAX and Orbax)
+    have the same place in all processes. XLA has a thread for each device.
     """
-    jax.config.update("jax_num_cpu_devices", num_devices + 1)
+    jax.config.update("jax_num_cpu_devices", num_devices + EXTRA)
     _extra_on.add("cpu")
 
 
 def exchange_devices() -> list[Any]:
-    """Return the last device of each process, by process number: these exchange texts and flags."""
-    last = {device.process_index: device for device in jax.devices()}
-    return [last[process] for process in sorted(last)]
+    """Return the device of each process, by its number, that exchanges texts and flags."""
+    _, *others = groups = _by_process(jax.devices())
+    place = -EXTRA if groups[0][0].platform in _extra_on else -1
+    return [groups[0][-1], *(group[place] for group in others)]
 
 
 def of_mesh(devices: list[Any]) -> list[Any]:
     """Return the devices without those that `simulate` added for exchanges."""
     if devices[0].platform not in _extra_on:
         return devices
-    extra = {*exchange_devices()}
-    return [device for device in devices if device not in extra]
+    return [device for group in _by_process(devices) for device in group[:-EXTRA]]
+
+
+def _by_process(devices: list[Any]) -> list[list[Any]]:
+    """Return the devices of each process."""
+    groups: dict[int, list[Any]] = {}
+    for device in devices:
+        groups.setdefault(device.process_index, []).append(device)
+    return [groups[process] for process in sorted(groups)]
 
 
 def is_joined() -> bool:

@@ -17,18 +17,26 @@ from support.equality import make, make_batch, make_pipe
 from support.mixtures import MIXTURES
 from support.selection import full
 
+from ppctl import config as settings
 from ppctl.executors.hlo_text import COLLECTIVE, calls, computations, name_of
+from ppctl.training.pipeline.named_optimizers import make_optimizer
 
 OPERAND = re.compile(r"%([\w.\-]+)")
 MODEL = {"num_layers": 4, "num_kv_heads": 2}
 MOE = {"num_layers": 4, "moe": MIXTURES["sigmoid"] | {"dispatch": "alltoall"}}
 TP, EP = {"pp": 2, "tp": 2}, {"pp": 2, "ep": 2}
+FSDP = {"pp": 2, "fsdp": 2}
 CASES = {  # the first two ran in different orders, and hung
     "no stash": (TP, MODEL, {"schedule": "1f1b", "remat": "full"}),
     "vocabulary": (TP, MODEL, {"schedule": "dualpipe_v", "vocab": "parallel"}),
     "experts": (EP, MOE, {"schedule": "1f1b", "remat": "full"}),
 }
 *FIRST, SLOWEST = CASES.values()
+LOOPED = {  # optimizers whose updates are loops with collectives
+    "muon": make_optimizer(settings.Muon(), 10)[0],
+    "lamb": make_optimizer(settings.Lamb(), 10)[0],
+    "adafactor": make_optimizer(settings.Adafactor(min_factored=4), 10)[0],
+}
 
 
 def unordered(text):
@@ -75,6 +83,23 @@ def check(mesh, model, how):
 @pytest.mark.parametrize(("mesh", "model", "how"), [*FIRST, full(SLOWEST)], ids=CASES)
 def test_data_orders_the_collectives_of_a_step(mesh, model, how):
     check(mesh, model, how)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "executor"),
+    [
+        ("lamb", FSDP, "mpmd"),
+        *(
+            full((name, mesh, executor))
+            for name in LOOPED
+            for mesh in (FSDP, TP)
+            for executor in ("spmd", "mpmd")
+            if (name, mesh, executor) != ("lamb", FSDP, "mpmd")
+        ),
+    ],
+)
+def test_data_orders_the_loops_of_an_update(name, mesh, executor):
+    check(mesh, MODEL, {"schedule": "1f1b", "optimizer": LOOPED[name], "executor": executor})
 
 
 @pytest.mark.full

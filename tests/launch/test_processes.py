@@ -286,13 +286,13 @@ def test_variables_that_keep_processes_apart_are_named(monkeypatch, environ, coo
 
 
 def test_processes_exchange_texts_by_devices_that_no_mesh_uses(monkeypatch):
-    devices = [Simulated(process, number) for process in (0, 1) for number in range(3)]
+    devices = [Simulated(process, number) for process in range(3) for number in range(4)]
     monkeypatch.setattr(join_processes.jax, "devices", lambda *_: devices)
     assert device_mesh.all_devices() == devices  # of a program that has joined by itself
     monkeypatch.setattr(join_processes, "_extra_on", {"cpu"})
     used, exchanging = device_mesh.all_devices(), join_processes.exchange_devices()
-    assert sorted([*used, *exchanging]) == devices
-    assert [device.process_index for device in exchanging] == [0, 1]
+    assert [(device.process_index, device.id) for device in exchanging] == [(0, 3), (1, 2), (2, 2)]
+    assert used == [device for device in devices if device.id < 2]
 
 
 @pytest.mark.full

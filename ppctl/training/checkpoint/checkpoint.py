@@ -129,6 +129,7 @@ class Checkpoints:
         with self._together(partial(self._not_saved, step)):
             checkpointer = self._checkpointer = self._checkpointer or self._opened()
             self._pending = step, checkpointer.save_checkpointables_async(step, items, force=True)
+            orbax_io.wait_for_exchanges()
         self._current = step
         self._aside.discard(step)
         return True

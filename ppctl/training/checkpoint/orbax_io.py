@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
 # Temporary faults of the machine, not of the files: reading may succeed later.
@@ -38,6 +40,22 @@ def contexts(timeout_s: int) -> tuple[ocp.Context, ocp.Context]:
         reading.multiprocessing.primary_host = jax.process_index()
         reading.multiprocessing.active_processes = {jax.process_index()}
     return writing, reading
+
+
+def wait_for_exchanges() -> None:
+    """Wait until Orbax's exchanges between processes have ended on all devices of this process.
+
+    Orbax waits for one device only. XLA for CPUs orders this program after theirs, but not the
+    programs of one local device, which might take their messages (`join_processes.simulate`).
+    """
+    if jax.process_count() > 1:
+        mesh = Mesh(np.array(jax.local_devices()), ("local",))
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        jax.block_until_ready(jax.jit(_zero, out_shardings=everywhere)())
+
+
+def _zero() -> jax.Array:
+    return jnp.zeros(())
 
 
 def described(path: Path, reading: ocp.Context) -> Any:

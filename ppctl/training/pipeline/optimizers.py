@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from ppctl.executors.stage.ordered_loops import ordered
 from ppctl.model.layer_reports import (
     COUNTS,
     Updates,
@@ -160,30 +161,46 @@ def train_step(
         metrics: dict[str, Any] = losses | {"grad_norm": norm} | counts_of(optimizer, grads)
         if lr_schedule is not None:
             metrics["lr"] = lr_schedule(state["step"])
-        return apply_gradients(optimizer, state, grads, norm), metrics
+        return apply_gradients(optimizer, state, grads, norm, after=metrics), metrics
 
     return step
 
 
+def _waits(optimizer: Optimizer) -> bool:
+    """Return whether the update communicates on simulated devices, so that its loops need order."""
+    if isinstance(optimizer, optax.GradientTransformation) or optimizer.is_elementwise:
+        return False
+    mesh = optimizer.layout.mesh
+    return mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+
+
 def apply_gradients(
-    optimizer: Optimizer, state: Tree, grads: Tree, norm: jax.Array, **of_rank: Any
+    optimizer: Optimizer,
+    state: Tree,
+    grads: Tree,
+    norm: jax.Array,
+    after: Tree = None,
+    **of_rank: Any,
 ) -> Tree:
     """Return the next state of a model or of one rank; gradients are None for frozen parameters.
 
-    norm: the norm of the whole model's gradients. of_rank: layer_in_slot, for a `ModelOptimizer`.
+    norm: the norm of the whole model's gradients. after: results of the program's collectives
+    before the update. of_rank: layer_in_slot, for a `ModelOptimizer`.
     """
     # 1. the optimizer's parameters
     counted = counted_by(optimizer)
-    given, grads = grads, without_counted(grads, counted)
+    reported, grads = grads, without_counted(grads, counted)
     is_plain = isinstance(optimizer, optax.GradientTransformation)
     update: Any = (optax.with_extra_args_support(optimizer) if is_plain else optimizer).update
     trained = jax.tree.map(lambda p, g: None if g is None else p, state["params"], grads)
-    updates, optimizer_state = update(grads, state["optimizer"], trained, norm=norm, **of_rank)
+    run = lambda grads, held, params, norm: update(grads, held, params, norm=norm, **of_rank)  # noqa: E731
+    given = grads, state["optimizer"], trained, norm
+    updates, optimizer_state = ordered(run, after, *given) if _waits(optimizer) else run(*given)
     params = with_trained(optax.apply_updates(trained, updates), state["params"])
     # 2. the counted parameters, which a skipped step leaves unchanged, too
     is_guarded = not isinstance(optimizer, optax.GradientTransformation) and (
         optimizer.skips_nonfinite
     )
     is_applied = jnp.isfinite(norm) if counted and is_guarded else True
-    params = with_updated(params, given, counted, STAGED, is_applied=is_applied)
+    params = with_updated(params, reported, counted, STAGED, is_applied=is_applied)
     return {"params": params, "optimizer": optimizer_state, "step": state["step"] + 1}
