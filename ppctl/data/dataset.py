@@ -89,7 +89,7 @@ class DataSet:
                 f"run.eval_batches*data.batch_size = {num_batches}*{self.batch_size} = "
                 f"{num_needed} is more than the {self.num_eval_examples} examples held out of "
                 f"{self.num_examples + self.num_eval_examples}. "
-                f"Use {fewer} or a larger data.eval_fraction."
+                f"Use {fewer} or a larger data.eval_fraction (of data.eval_path: more text)."
             )
         return self._in_order(held_out_of(self.num_examples, self._parts), range(num_batches), rows)
 
@@ -209,10 +209,12 @@ def num_held_out(
         num_eval = max(num_eval, min(least or batch_size, num_examples - batch_size))
     num_train = num_examples - num_eval
     if num_train < batch_size:
-        smaller = " or data.eval_fraction" if num_eval else ""
+        smaller = ", or a smaller data.batch_size" if batch_size > 1 else ""
+        smaller += " or data.eval_fraction" if num_eval else ""
+        left = f"{num_examples}-{num_eval} = {num_train} are left to train on" if num_eval else ""
         raise DataError(
-            f"{have}: {num_examples}-{num_eval} = {num_train} are left to train on, fewer than "
-            f"data.batch_size={batch_size}. Use more data, or a smaller data.batch_size{smaller}."
+            f"{have}: {left or f'{num_examples} examples'}, fewer than "
+            f"data.batch_size={batch_size}. Use more data{smaller}."
         )
     return num_eval
 

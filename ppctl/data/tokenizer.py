@@ -110,6 +110,16 @@ def vocabulary_size(name: str) -> int:
     return max(_from_json(name, _read(name)[1]).get_vocab(with_added_tokens=True).values()) + 1
 
 
+def states_end(name: str) -> bool:
+    """Return whether data.tokenizer states the token that ends documents."""
+    return name == BYTES or bool(special_token(json_object(_read(name)[0] / SETTINGS), "eos_token"))
+
+
+def token_with_id(name: str, token: int) -> str | None:
+    """Return the token of data.tokenizer that has this id; None if it has no such token."""
+    return _from_json(name, _read(name)[1]).id_to_token(token)
+
+
 def _read(name: str) -> tuple[Path, str]:
     """Return the directory and the content of a tokenizer.json."""
     path = Path(name).expanduser()
@@ -153,13 +163,12 @@ def _loaded(
     # 2. the tokens around a document
     if end_token not in vocabulary:
         special = ", ".join(str(each.content) for each in added.values()) or "none"
-        what = f"{end_token} is not one of its tokens"
+        what, remedy = f"{end_token} is not one of its tokens", "Use 'data.end_token=\"TOKEN\"'"
         if not end_token:
             what = f"no {SETTINGS} with an eos_token, which ends documents"
-        raise DataError(
-            f"data.tokenizer={name}: {what}. "
-            f"Use data.end_token=TOKEN (its special tokens: {special})."
-        )
+            remedy = f'Write {{"eos_token": TOKEN}} to {SETTINGS} next to {FILE}, or (except '
+            remedy += "in `ppctl generate`) use 'data.end_token=\"TOKEN\"'"
+        raise DataError(f"data.tokenizer={name}: {what}. {remedy} (its special tokens: {special}).")
     end = vocabulary[end_token]
     if start and start[-1] == end:
         start = start[:-1]

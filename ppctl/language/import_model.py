@@ -184,7 +184,7 @@ def commands(out: Path, kept: Path) -> tuple[str, ...]:
     if not (kept / FILE).is_file():
         return (f"{command} data=tokens data.path=IDS.npy",)
     settings = json_object(kept / SETTINGS)
-    end = "" if special_token(settings, "eos_token") else " data.end_token=TOKEN"
+    end = "" if special_token(settings, "eos_token") else """ 'data.end_token="TOKEN"'"""
     text = f"{command} data=text data.path=TEXT.txt{end}"
     if chat_template(kept, settings) is None:
         return (text,)

@@ -10,7 +10,14 @@ import jax.numpy as jnp
 
 from ppctl.config import Config, Transformer
 from ppctl.data.chat_templates import render_question
-from ppctl.data.tokenizer import FILE, Tokenizer, json_object, load_tokenizer
+from ppctl.data.tokenizer import (
+    FILE,
+    Tokenizer,
+    json_object,
+    load_tokenizer,
+    states_end,
+    token_with_id,
+)
 from ppctl.errors import ConfigError
 from ppctl.executors.device_mesh import all_devices
 from ppctl.model.architecture import Architecture
@@ -91,23 +98,52 @@ class LanguageModel:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer in the run's directory, else of its data. ConfigError if unknown."""
+        return load_tokenizer(self.known_tokenizer_name, self.end_token)
+
+    @property
+    def known_tokenizer_name(self) -> str:
+        """The value of data.tokenizer that names the run's tokenizer. ConfigError if unknown."""
         if self.tokenizer_name is None:
             raise ConfigError(
                 f"{self.directory} has no {FILE}, and its data={self.config.data.name} names no "
                 f"tokenizer: the meaning of its ids is unknown. Put the {FILE} of its tokenizer "
                 "in the directory."
             )
-        return load_tokenizer(self.tokenizer_name, getattr(self.config.data, "end_token", None))
+        return self.tokenizer_name
 
     @property
     def tokenizer_name(self) -> str | None:
         """The value of data.tokenizer that names the run's tokenizer; None if unknown."""
         return tokenizer_name(self.directory, self.config.data)
 
+    @property
+    def end_token(self) -> str | None:
+        """The token after a document: of the run's data, else of eos_token_id in the model's files.
+
+        None if the tokenizer states it, or no file does.
+        """
+        end = getattr(self.config.data, "end_token", None)
+        if end is not None or not self.ends_of_model or states_end(self.known_tokenizer_name):
+            return end
+        return token_with_id(self.known_tokenizer_name, self.ends_of_model[0])
+
+    @cached_property
+    def ends_of_model(self) -> tuple[int, ...]:
+        """The eos_token_id in the model's files. ConfigError if the model lacks one."""
+        ends = configured_ends(self.directory)
+        for end in ends:
+            if not 0 <= end < self.vocab_size:
+                what = f"eos_token_id={end} in the files of {self.directory / SOURCE}"
+                raise ConfigError(
+                    f"{what} is not one of the model's {self.vocab_size} tokens. Correct it, or "
+                    "remove it."
+                )
+        return ends
+
     @cached_property
     def ends(self) -> frozenset[int]:
         """The tokens that end a text, from the tokenizer and the model's generation config."""
-        return frozenset((self.tokenizer.end, *configured_ends(self.directory)))
+        return frozenset((self.tokenizer.end, *self.ends_of_model))
 
     def token_of(self, text: str) -> int:
         """Return the token of a text, special or not. ConfigError if it is not a single token."""

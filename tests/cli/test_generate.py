@@ -20,6 +20,7 @@ from ppctl.config import Text
 from ppctl.language.generation import Sampling
 from ppctl.language.language_model import open_language_model
 from ppctl.language.text_evaluation import log_likelihood
+from ppctl.training.pipeline.job import open_data
 
 TEXT = "the cat sat on the mat, and the dog sat on the log.\n" * 60
 TRAIN = (
@@ -212,6 +213,8 @@ def test_an_unreadable_end_token_is_named_in_one_line(answering, capsys):
     for text, message in (
         ("{", "cannot be read"),
         ('{"eos_token_id": ["a"]}', "is neither a token id nor a list of token ids"),
+        ('{"eos_token_id": [9, 256]}', "eos_token_id=256 in the files of"),
+        ('{"eos_token_id": -1}', "is not one of the model's 256 tokens. Correct it, or remove it"),
     ):
         assert (
             answering(
@@ -252,12 +255,32 @@ def test_evaluation_counts_every_target_and_each_byte_of_them_once(here, capsys,
         assert bits / found["bits_per_byte"] == pytest.approx(num_bytes - 1)
 
 
+@pytest.mark.parametrize("words", [["data.packing=true"], ["model.seq_len=32"]])
+@pytest.mark.parametrize("has_file", [True, False])
+def test_evaluation_of_the_same_text_is_of_its_held_out_part(here, words, has_file):
+    """However it is cut, of a share and of a file; another path is evaluated whole."""
+    (here / "held.txt").write_text("z" * 40)
+    model = open_language_model(here / "run")
+    if has_file:
+        data = replace(model.config.data, eval_path="held.txt")
+        model = replace(model, config=replace(model.config, data=data))
+    for more, is_held_out in ((words, True), ([*words, "data.path=text.txt"], False)):
+        config, only_held_out = _config(model, more)
+        assert only_held_out is is_held_out
+        data = open_data(config)
+        found = data.read(np.array(data.numbers(held_out=is_held_out)))["targets"]
+        number = int((found >= 0).sum())
+        assert (number < len(TEXT) / 4) is is_held_out
+        assert (found == ord("z")).any() == (has_file and is_held_out)
+        assert number >= (38 if is_held_out else len(TEXT))
+
+
 def test_evaluation_keeps_the_packing_of_training_unless_requested_otherwise(here):
     model = open_language_model(here / "run")
     packed = replace(model, config=replace(model.config, data=Text(path="text.txt", packing=True)))
     words = ["data=text", "data.path=other.txt"]
-    assert [_config(each, words).data.packing for each in (model, packed)] == [False, True]
-    assert not _config(packed, [*words, "data.packing=false"]).data.packing
+    assert [_config(each, words)[0].data.packing for each in (model, packed)] == [False, True]
+    assert not _config(packed, [*words, "data.packing=false"])[0].data.packing
 
 
 def test_an_answer_is_the_likeliest_choice(here, capsys):

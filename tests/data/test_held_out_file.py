@@ -57,6 +57,27 @@ def test_a_text_file_is_held_out_whole(files):
     assert b"train" not in bytes(texts.ravel().astype(np.uint8))
 
 
+@pytest.mark.parametrize("kind", ["tokens", "text"])
+def test_a_share_of_0_besides_a_held_out_file_is_the_file(files, kind):
+    words = "data.vocab_size=80" if kind == "tokens" else f"data.cache_dir={files}"
+    data = opened(files, kind, words, "data.eval_fraction=0")
+    assert data.fingerprint == opened(files, kind, words).fingerprint
+    assert data.num_eval_examples > 0
+
+
+@pytest.mark.parametrize("num_ids", [4, 7])
+def test_a_held_out_file_below_a_batch_is_evaluated_whole_and_not_by_batches(files, num_ids):
+    np.save(files / "short.npy", np.arange(num_ids, dtype=np.int32))
+    data = opened(files, "tokens", f"data.eval_path={files}/short.npy")
+    found = data.read(np.array([*data.numbers(held_out=True)]))["targets"]
+    assert found[found >= 0].tolist() == [*range(1, num_ids)]
+    message = (
+        r"= 2 is more than the 1 examples held out of 16\. Use .* \(of data.eval_path: more text\)"
+    )
+    with pytest.raises(PpctlError, match=message):
+        data.eval_batches(1)
+
+
 def test_files_that_a_pattern_names_are_held_out_each_once(files):
     """Of the text of two files, in the order of their names; one that does not match is not read."""
     for name in ("held_b", "held_a", "other"):
@@ -76,13 +97,18 @@ def test_files_that_a_pattern_names_are_held_out_each_once(files):
     [
         (["data.eval_fraction=0.2"], "data.eval_fraction=0.2 holds out a share of data.path"),
         (["data.eval_path=/none.npy"], "data.eval_path=/none.npy"),
+        (
+            ["data.eval_path=one.npy"],
+            r"one.npy: .* = 0 windows of model.seq_len=4: 0 examples, fewer",
+        ),
         ([], "holds the id 71, not below data.vocab_size=50"),  # ids that the model does not have
     ],
 )
-def test_files_that_cannot_be_held_out_are_refused(files, words, message):
-    paths = [f"data.{key}={files}/{name}.npy" for key, name in PATHS]
+def test_files_that_cannot_be_held_out_are_refused(files, monkeypatch, words, message):
+    np.save(files / "one.npy", np.zeros(1, np.int32))
+    monkeypatch.chdir(files)
     with pytest.raises(PpctlError, match=message):
-        open_data(compose([*WORDS, "data=tokens", *paths, *words]))
+        opened(files, "tokens", *words)
 
 
 def test_a_run_evaluates_at_its_start_with_perplexity_and_not_again_on_a_resume(tmp_path):

@@ -293,10 +293,10 @@ def test_a_chat_template_is_found_where_tokenizers_have_it(directory, tmp_path, 
         (
             "good",
             None,
-            r"no tokenizer_config.json with an eos_token, .* Use data.end_token=TOKEN "
+            r"no tokenizer_config.json with an eos_token, .* use 'data.end_token=\"TOKEN\"' "
             r".*<|im_end|>\)",
         ),
-        ("good", "</s>", r"</s> is not one of its tokens\. Use data.end_token=TOKEN"),
+        ("good", "</s>", r"</s> is not one of its tokens\. Use 'data.end_token="),
     ],
 )
 def test_an_invalid_tokenizer_is_refused_with_the_remedy(

@@ -98,7 +98,7 @@ def test_import_prints_lines_that_run(place, capsys, has):
     printed = run("ppctl import DIR --out RUN_DIR", 0, capsys)
     lines = re.findall(r"^train    (.*)$", printed, re.MULTILINE)
     words = [line.partition("recipes=imported ")[2].split() for line in lines]
-    end = ["data.end_token=TOKEN"] * (has == "tokenizer")
+    end = ["'data.end_token=\"TOKEN\"'"] * (has == "tokenizer")
     expected = [["data=text", "data.path=TEXT.txt", *end]]
     if has == "template":
         chats = ["data.path=CHATS.jsonl", "data.field=messages", "data.packing=true"]
@@ -125,6 +125,27 @@ def test_lines_of_the_quickstart_compose(place):
     for folder, words in lines:
         words = shlex.split(words.replace("$SMALL", small), comments=True)
         assert compose(words, folder).data.tokenizer == "runs/smollm2/source"
+
+
+@pytest.mark.parametrize("ends_in_config", [True, False])
+def test_a_tokenizer_without_an_end_token(place, capsys, ends_in_config):
+    """The model's eos_token_id is used, else the message names a remedy that the command takes."""
+    write_tokenizer(place / "model")
+    config = json.loads((place / "model/config.json").read_text()) | {"eos_token_id": 2}
+    config |= {} if ends_in_config else {"eos_token_id": None}
+    (place / "model/generation_config.json").unlink(missing_ok=True)
+    (place / "model/config.json").write_text(json.dumps(config))
+    run("ppctl import DIR --out RUN_DIR", 0, capsys)
+    lines = ["generate base --prompt a --max-tokens 2", "evaluate base --choices questions.jsonl"]
+    text = "evaluate base data=text data.path=notes.txt data.cache_dir=cache --limit 1"
+    for line in (*lines, text):
+        assert (cli.main(line.split()) == 0) is ends_in_config
+    if not ends_in_config:
+        err = capsys.readouterr().err
+        assert err.count('Write {"eos_token": TOKEN} to tokenizer_config.json') == 3
+        assert cli.main(["evaluate", "base", *text.split()[2:], 'data.end_token="</s>"']) == 0
+        (place / "base/source/tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+        assert cli.main(lines[0].split()) == 0
 
 
 def test_ids_of_an_unknown_tokenizer_are_not_decoded(place, capsys):

@@ -22,16 +22,19 @@ if TYPE_CHECKING:
 # overrides for one device and batches of 1, since a data set needs at least one full batch
 ONE_DEVICE = (
     *("mesh=1x1", "schedule=gpipe", "schedule.num_microbatches=1", "run.eval_every=null"),
-    *("data.batch_size=1", "data.eval_fraction=0"),
+    "data.batch_size=1",
 )
-HOW_TRAINED = ("data.batch_size", "data.eval_fraction")  # data settings of training only
 BY_TOKENIZER = ("data.tokenizer", "data.end_token")  # settings that the run's tokenizer replaces
+HELD_OUT = ("data.eval_fraction", "data.eval_path")
+# settings that change how a text is read, not which text
+SAME_TEXT = ("model.seq_len", "data.packing", "data.cache_dir", "data.batch_size", *BY_TOKENIZER)
 NOTES = """\
 RUN is a path, a name in the list of `ppctl runs`, or a checkpoint (RUN/checkpoints/STEP). Without
-data=, the run's held-out sequences are evaluated. With other data, all sequences are, or those that
-data.eval_fraction=F holds out. Text is encoded by the run's tokenizer, and packed as in the run
-unless data.packing is set. Sequences are as long as in training, or model.seq_len=N tokens. The
-output is loss (nats a token), perplexity, bits_per_byte and num_tokens.
+other data, the run's held-out sequences are evaluated. Of other data (data=, data.path= and others)
+all sequences are, or those that data.eval_fraction=F holds out. Text is encoded by the run's
+tokenizer, and packed as in the run unless data.packing is set. Sequences are as long as in
+training, or model.seq_len=N tokens. The output is loss (nats a token), perplexity, bits_per_byte
+and num_tokens.
 
 A question of --choices is {"prompt": "2 + 2 =", "choices": [" 4", " 5"], "answer": 0}. The model's
 answer is the likeliest choice (accuracy), or the choice with the largest likelihood per byte
@@ -97,9 +100,8 @@ def _evaluate(model: LanguageModel, overrides: Sequence[str], options: Namespace
     from ppctl.training.pipeline.job import open_data
 
     # 1. the examples
-    config = _config(model, overrides)
+    config, held_out = _config(model, overrides)
     data = open_data(config)
-    held_out = not overrides or config.data.eval_fraction > 0
     examples = data.numbers(held_out=held_out)
     if not examples:
         raise DataError("data.eval_fraction=0 of this run holds out no sequences. Name data=...")
@@ -123,28 +125,38 @@ def _evaluate(model: LanguageModel, overrides: Sequence[str], options: Namespace
     return 0
 
 
-def _config(model: LanguageModel, overrides: Sequence[str]) -> Config:
-    """Return a config with the data to evaluate on."""
-    data = model.config.data
-    if not overrides and model.step == 0:
+def _names_text(overrides: Sequence[str]) -> bool:
+    """Return whether overrides name another text than the run's held-out one."""
+    return any(word.lstrip("+").partition("=")[0] not in SAME_TEXT for word in overrides)
+
+
+def _config(model: LanguageModel, overrides: Sequence[str]) -> tuple[Config, bool]:
+    """Return a config with the data to evaluate on, and whether only its held-out part is."""
+    data, names_text = model.config.data, _names_text(overrides)
+    if not names_text and model.step == 0:
         what = f"{model.directory} was imported, and has no held-out sequences"
         raise ConfigError(f"{what}. Name data=...")
     if not overrides:
         kept = {"tokenizer": model.tokenizer_name} if hasattr(data, "tokenizer") else {}
-        return replace(model.config, data=replace(data, **kept))
+        return replace(model.config, data=replace(data, **kept)), True
     from ppctl.cli.compose import compose
 
     # later words win: one device, then the run's data unless data= is given, then the user's words
     words = [*ONE_DEVICE, f"model.seq_len={model.transformer.seq_len}"]
+    words += ["data.eval_fraction=0"] if names_text else []
     if not any(word.startswith("data=") for word in overrides):
-        of_run, left_out = request_words({"data": asdict(data)}), HOW_TRAINED + BY_TOKENIZER
+        left_out = ("data.batch_size", *BY_TOKENIZER, *(HELD_OUT if names_text else ()))
+        of_run = request_words({"data": asdict(data)})
         words += [word for word in of_run if not word.startswith(left_out)]
     config = compose([*words, *overrides])
     named, kept = {word.partition("=")[0] for word in overrides}, dict[str, object]()
     if "data.tokenizer" not in named and isinstance(config.data, Tokens):
         kept["tokenizer"] = model.tokenizer_name
     elif "data.tokenizer" not in named and isinstance(config.data, Stdlib):
-        kept = {"tokenizer": model.tokenizer.name, "end_token": getattr(data, "end_token", None)}
+        kept["tokenizer"] = model.known_tokenizer_name
+        kept |= {} if "data.end_token" in named else {"end_token": model.end_token}
     if "data.packing" not in named and isinstance(config.data, Stdlib):
         kept["packing"] = getattr(data, "packing", False)
-    return replace(config, data=replace(config.data, **kept))
+    share, path = config.data.eval_fraction, getattr(config.data, "eval_path", None)
+    is_held_out = not names_text or share > 0 or path is not None
+    return replace(config, data=replace(config.data, **kept)), is_held_out

@@ -125,7 +125,7 @@ class Tokens(Data):
 
 
 def _check_held_out(path: str | None, share: float) -> None:
-    if path is not None and share != Data.eval_fraction:
+    if path is not None and share not in (0, Data.eval_fraction):
         raise ConfigError(
             f"data.eval_fraction={share} holds out a share of data.path, but data.eval_path={path} "
             "is held out instead. Leave out one of them."

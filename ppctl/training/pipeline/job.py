@@ -374,6 +374,7 @@ def _held_out(
     how |= {"eval_fraction": 0.0}
     data = opened(path=path, **how)
     how |= {"vocab_size": data.vocab_size} if "vocab_size" in how else {}
+    how |= {"batch_size": 1}  # a short file too: an evaluation states how much it needs
     return with_held_out(data, opened(path=eval_path, source=f"data.eval_path={eval_path}", **how))
 
 
