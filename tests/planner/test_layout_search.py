@@ -5,9 +5,10 @@ the exact value.
 import gc
 import random
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import islice, pairwise, product
 from math import inf
+from types import SimpleNamespace
 
 import pytest
 from support.selection import full_except
@@ -19,6 +20,8 @@ from ppctl.planner.search import layout_candidate as candidates
 from ppctl.planner.search.layout_candidate import along
 from ppctl.planner.search.layout_search import LayoutSearch, ascending, uncollected
 from ppctl.planner.search.layout_space import Space
+from ppctl.planner.search.search_progress import SearchProgress
+from ppctl.planner.search.tune_layouts import Row, planned_layouts
 from ppctl.schedule import piece_times
 from ppctl.schedule.engine_traits import BY_TASKS, IN_TICKS
 from ppctl.schedule.families.registry import FAMILIES, build
@@ -339,3 +342,23 @@ def test_devices_that_cannot_share_a_batch_get_sizes_that_can():
             below = range(1, space.num_devices)
             have = [n for n in below if any(replace(space, num_devices=n).microbatches)]
             assert found[1] == max(have)
+
+
+def test_a_search_that_is_stopped_keeps_the_best_so_far():
+    progress = SearchProgress(print)
+
+    def planned(candidate, *, stops=False):
+        progress.stopped_by = "SIGINT" if stops else None
+        plan = SimpleNamespace(step_s=candidate.seconds, total_bytes=[0])
+        return Row(candidate, plan, None)
+
+    complete = planned_layouts(LayoutSearch(*some(0)), planned, 3, progress)
+    assert (len(complete.best), complete.ended_by) == (3, None)
+    search = LayoutSearch(*some(0))
+    stopped = planned_layouts(search, partial(planned, stops=True), 3, progress)
+    assert stopped.ended_by == "SIGINT"
+    assert 1 <= len(stopped.best) < 3
+    assert stopped.best[0].step_s in {row.step_s for row in complete.best}
+    progress.stopped_by = "SIGTERM"  # before the first simulation
+    none = planned_layouts(LayoutSearch(*some(0)), planned, 3, progress)
+    assert (none.best, none.ended_by) == ((), "SIGTERM")

@@ -40,9 +40,10 @@ def test_the_recipe_is_the_request_found(words, tmp_path):
     uneven = [i for i, found in enumerate(configs) if found.partition.name == "explicit"][:1]
     assert uneven or "num_layers=9" not in words
     for i in (0, len(configs) - 1, *uneven):
-        write_recipe(path, configs[i], 1.0, None)
-        found = composed(["recipes=tuned"], str(tmp_path))
-        run = replace(configs[i].run, name=name, dir=f"runs/{name}")
+        written = write_recipe(path, configs[i], 1.0, None)
+        found = composed([f"recipes={written.stem}"], str(tmp_path))
+        of_run = written.stem if name == "tuned" else name
+        run = replace(configs[i].run, name=of_run, dir=f"runs/{of_run}")
         assert found == replace(configs[i], run=run)
 
 
@@ -130,11 +131,17 @@ def test_adapters_are_all_that_has_gradients_and_moments_in_a_layout_found(tuned
     assert first["memory"]["optimizer"] < first["memory"]["parameters"]
 
 
-def test_a_recipe_is_written_again_but_no_other_file(tuned, tmp_path):
+def test_a_recipe_is_written_again_but_replaces_no_other(tuned, tmp_path):
     assert tuned("mesh=1x2")[0] == 0
-    assert tuned("mesh=2x1")[0] == 0
     file = tmp_path / "recipes/tuned.yaml"
-    assert "for 2 devices" in file.read_text()
+    first = file.read_text()
+    assert tuned("mesh=1x2")[0] == 0
+    assert file.read_text() == first
+    code, out, _ = tuned("mesh=1x2", "optim.lr=0.5")
+    assert code == 0
+    assert "recipes/tuned_2.yaml: ppctl train --config-dir . recipes=tuned_2" in out
+    assert file.read_text() == first
+    assert composed(["recipes=tuned_2"], str(tmp_path)).run.name == "tuned_2"
     file.write_text(file.read_text().replace(MARK, "# mine"))
     before = file.read_text()
     code, out, err = tuned("mesh=1x2")

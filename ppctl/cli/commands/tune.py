@@ -1,16 +1,24 @@
 """`ppctl tune`: find the fastest mesh, schedule, partition, microbatches, remat for n devices."""
 
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
+from types import FrameType
+
+from rich.console import Console
 
 from ppctl.cli.choices import request_words
 from ppctl.config import Config
 from ppctl.errors import ConfigError
+from ppctl.launch.supervisor import STOP_SIGNALS, handling
 from ppctl.planner.search.job_script import LAUNCHERS, write_job_script
+from ppctl.planner.search.search_progress import SearchProgress
 from ppctl.planner.search.tune_layouts import tune_layouts
 from ppctl.planner.search.tuned_recipe import own_path, write_recipe
 from ppctl.planner.show.tune_terminal import show_tuned
 from ppctl.planner.show.tuned_numbers import chosen_number, show_numbers
+from ppctl.reports.terminal_output import show_lines
 from ppctl.training.pipeline.known_hardware import known
 
 POD_RUNS = "/runs"  # mount path of the volume in recipes/cluster/jobset.yaml
@@ -23,19 +31,42 @@ def tune(config: Config, *, as_json: bool) -> int:
     name, launch = config.tune.recipe, config.tune.launch
     path = None if name is None else own_path(name, ".yaml")  # checked before the search
     script = None if launch is None or name is None else own_path(name, LAUNCHERS[launch].suffix)
-    tuned = tune_layouts(config)
+    with _progress(config) as progress:
+        tuned = tune_layouts(config, progress)
     first = tuned.found.best[0] if tuned.found.best else None
     if first is not None and path is not None:
-        write_recipe(path, first.request.config, first.step_s, first.measured_s)
-        tuned = replace(tuned, recipe=str(path))
+        path = write_recipe(path, first.request.config, first.step_s, first.measured_s)
+        tuned, name = replace(tuned, recipe=str(path)), path.stem
     if first is not None and name is not None and launch is not None and script is not None:
+        script = script.with_name(name + LAUNCHERS[launch].suffix)
         request = first.request.config
         layout = f"{request.mesh.text} of {request.mesh.num_devices} {request.hardware.name}"
         words = job_words(launch, request, name)
         command = write_job_script(launch, f"mesh={layout}", words, tuned.hosts, script)
         tuned = replace(tuned, job_script=str(script), job_command=command)
     show_tuned(tuned, as_json=as_json)
-    return int(first is None)
+    return _code(progress, is_found=first is not None)
+
+
+@contextmanager
+def _progress(config: Config) -> Iterator[SearchProgress]:
+    """Yield the progress of a search, printed to stderr; Ctrl-C ends the search in the body."""
+    console = Console(stderr=True)
+    progress = SearchProgress(lambda line: show_lines(console, line), config.tune.max_s)
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        progress.stopped_by = signal.Signals(number).name
+        for each, handler in before.items():  # a second signal ends the process
+            signal.signal(each, handler)
+
+    with handling(STOP_SIGNALS, stop):
+        yield progress
+
+
+def _code(progress: SearchProgress, *, is_found: bool) -> int:
+    name = progress.stopped_by
+    return int(not is_found) if name is None else 128 + signal.Signals[name]
 
 
 def _of_several(config: Config, numbers: Sequence[int], *, as_json: bool) -> int:
@@ -49,13 +80,14 @@ def _of_several(config: Config, numbers: Sequence[int], *, as_json: bool) -> int
     if tune.recipe is not None:
         path = own_path(tune.recipe, ".yaml")
     one = [replace(config, tune=replace(tune, devices=n, days=None)) for n in sorted({*numbers})]
-    found = {each.tune.devices: tune_layouts(each) for each in one}
+    with _progress(config) as progress:
+        found = {each.tune.devices: tune_layouts(each, progress) for each in one}
     chosen = chosen_number(found, tune.days)
     if chosen is not None and path is not None:
         first = found[chosen].found.best[0]
-        write_recipe(path, first.request.config, first.step_s, first.measured_s)
+        path = write_recipe(path, first.request.config, first.step_s, first.measured_s)
     show_numbers(found, chosen, tune.days, path, as_json=as_json)
-    return int(chosen is None)
+    return _code(progress, is_found=chosen is not None)
 
 
 def job_words(launch: str, config: Config, name: str) -> list[str]:

@@ -122,6 +122,7 @@ class Tune(
     # values of schedule.vocab; None: all that executor and model support
     vocab: list[Annotated[str, one_of(*Schedule.VOCAB)]] | None = None
     best: Annotated[int, up_to(1000, "each is built to be predicted")] = 10  # layouts shown
+    max_s: Positive | None = None  # seconds of a search, which then shows the best so far
     measure: Natural = 0  # best layouts run for a few steps and ranked by measured step time
     recipe: str | None = "tuned"  # name of the best layout's ./recipes/NAME.yaml; None: no file
     # job script written next to the recipe: slurm | kubernetes | tpu

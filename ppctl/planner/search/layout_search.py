@@ -52,6 +52,8 @@ class LayoutSearch:
     def __init__(self, space: Space, step_of: StepOf, room_bytes: float = inf):
         self.space, self.step_of = space, step_of
         self.room_bytes, self.num_simulated = room_bytes, 0
+        self.watch: Callable[[], None] = lambda: None  # called often during a search
+        self.fastest_simulated: Candidate | None = None  # of those that fit
         self.layouts = list(self._layouts())
 
     def bounds(self, mesh: MeshSizes, microbatch: Microbatch, vocab: str = "whole") -> Bounds:
@@ -90,7 +92,12 @@ class LayoutSearch:
             and (with_pipeline or layout.bounds.mesh.pp == 1)
         ]
         best = list[Candidate]()
-        for candidate in ascending(layouts, lambda item: item.seconds, self._refined):
+
+        def seconds(item: Layout | Placed | Candidate) -> float:
+            self.watch()
+            return item.seconds
+
+        for candidate in ascending(layouts, seconds, self._refined):
             if not any(map(candidate.is_like, best)):
                 best.append(candidate)
                 yield candidate
@@ -108,9 +115,14 @@ class LayoutSearch:
             return None
         if isinstance(item, Layout):
             return item.placed()
+        self.watch()
         self.num_simulated += 1
-        candidate = item.simulated()
-        return candidate if candidate.least_bytes <= self.room_bytes else None
+        candidate, fastest = item.simulated(), self.fastest_simulated
+        if candidate.least_bytes > self.room_bytes:
+            return None
+        if fastest is None or candidate.seconds < fastest.seconds:
+            self.fastest_simulated = candidate
+        return candidate
 
     def improved(self, candidate: Candidate) -> Candidate:
         """Return the layout with the fastest partition that simulations find (`cut_layers`)."""

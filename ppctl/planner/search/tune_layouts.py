@@ -34,6 +34,7 @@ from ppctl.planner.search.job_script import Hosts, hosts_for
 from ppctl.planner.search.layout_candidate import Candidate
 from ppctl.planner.search.layout_search import LayoutSearch, uncollected
 from ppctl.planner.search.layout_space import PREFERRED, Space
+from ppctl.planner.search.search_progress import SearchEnded, SearchProgress
 from ppctl.planner.search.token_budget import TokenBudget, check_tokens, token_budget
 from ppctl.schedule.families.registry import FAMILIES, ON_RING
 from ppctl.schedule.mesh_axes import STAGE_AXES, MeshSizes
@@ -90,6 +91,7 @@ class Found:
     num_simulated: int
     smallest_bytes: int | None  # lower bound of every layout's bytes; None if a layout fits
     that_divide: tuple[int, int] | None  # batch size and number of devices, see `Space`
+    ended_by: str | None = None  # reason of an early end; None: the search is complete
 
 
 @dataclass(frozen=True)
@@ -114,8 +116,11 @@ class Tuned:
     job_command: str | None = None  # command that starts the job script
 
 
-def tune_layouts(config: Config) -> Tuned:
-    """Return the layouts found, best first. ConfigError for a bad request."""
+def tune_layouts(config: Config, progress: SearchProgress | None = None) -> Tuned:
+    """Return the layouts found, best first. ConfigError for a bad request.
+
+    progress: prints the search's progress, and may end it early.
+    """
     # 1. the hardware, and the memory of a device
     _check(config.executor, config.schedule.vocab, config.tune.schedules)
     tune, num_devices = config.tune, config.tune.devices or config.mesh.num_devices
@@ -143,7 +148,8 @@ def tune_layouts(config: Config) -> Tuned:
     optimizer = clipped(optimizer, config.optim.clip_norm)
     search = search_of(config.executor, tune, optimizer, stack, batch, target)
     began = time.perf_counter()
-    found = planned_layouts(search, lambda layout: as_planned(config, stack, layout), tune.best)
+    planned = lambda layout: as_planned(config, stack, layout)  # noqa: E731
+    found = planned_layouts(search, planned, tune.best, progress)
     search_s = time.perf_counter() - began
 
     # 3. measure the best
@@ -254,31 +260,51 @@ def _vocab(requested: Sequence[str] | None, stack: Stack, batch: Shapes) -> tupl
     return tuple(requested or settings.Schedule.VOCAB)
 
 
-def planned_layouts(search: LayoutSearch, plan: Callable[[Candidate], Row], best: int) -> Found:
-    """Return the `best` fastest layouts that fit. plan: function that predicts a layout."""
-    plan = cache(plan)
+def planned_layouts(
+    search: LayoutSearch,
+    plan: Callable[[Candidate], Row],
+    best: int,
+    progress: SearchProgress | None = None,
+) -> Found:
+    """Return the `best` fastest layouts that fit; fewer if `progress` ends the search early.
+
+    plan: function that predicts a layout.
+    """
+    plan, rows, alone = cache(plan), list[Row](), None
+    ended_by = None
+    if progress is not None:
+        progress.begin(search, rows, best)
     with uncollected():
-        rows = _fitting(search.fastest(), search, plan, best)
-        alone = next((row for row in rows if row.layout.mesh.pp == 1), None)
-        if alone is None:
-            faster = search.fastest(with_pipeline=False)
-            alone = next(iter(_fitting(faster, search, plan, 1)), None)
+        try:
+            _add_fitting(rows, search.fastest(), search, plan, best)
+            rows.sort(key=lambda row: (row.step_s, row.total_bytes))
+            alone = next((row for row in rows if row.layout.mesh.pp == 1), None)
+            if alone is None:
+                of_one = list[Row]()
+                _add_fitting(of_one, search.fastest(with_pipeline=False), search, plan, 1)
+                alone = next(iter(of_one), None)
+        except SearchEnded:
+            ended_by = None if progress is None else progress.early_end
+            rows.sort(key=lambda row: (row.step_s, row.total_bytes))
+            if not rows and search.fastest_simulated is not None:
+                row = plan(search.fastest_simulated)
+                rows += [row] * (row.total_bytes <= search.room_bytes)
     counts = len(search.layouts), search.num_too_large, search.num_simulated
     least = None if rows else search.smallest_bytes
-    return Found(tuple(rows), alone, *counts, least, search.space.that_divide)
+    return Found(tuple(rows), alone, *counts, least, search.space.that_divide, ended_by)
 
 
-def _fitting(
+def _add_fitting(
+    rows: list[Row],
     candidates: Iterator[Candidate],
     search: LayoutSearch,
     plan: Callable[[Candidate], Row],
     number: int,
-) -> list[Row]:
-    """Return the first `number` layouts whose predictions fit, fastest first.
+) -> None:
+    """Add the first `number` layouts whose predictions fit to `rows`.
 
     A layout has the improved partition (`LayoutSearch.improved`) if this fits.
     """
-    rows = list[Row]()
     for candidate in candidates:
         for partitioned in dict.fromkeys((search.improved(candidate), candidate)):
             row = plan(partitioned)
@@ -286,8 +312,7 @@ def _fitting(
                 rows.append(row)
                 break
         if len(rows) == number:
-            break
-    return sorted(rows, key=lambda row: (row.step_s, row.total_bytes))
+            return
 
 
 def as_planned(config: Config, stack: Stack, layout: Candidate) -> Row:

@@ -1,6 +1,7 @@
 """A request as a recipe: a file that `ppctl train recipes=NAME` runs unchanged."""
 
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from ppctl.reports.terminal_output import check_file, write_file
 from ppctl.schedule.mesh_axes import TEXT_AXES, positional
 from ppctl.training.pipeline.known_hardware import known
 
-MARK = "# Written by `ppctl tune`, which writes it again when it is run again."
+MARK = "# Written by `ppctl tune`, which writes it again if it finds the same layout again."
 CHOSEN = ("model", "mesh", "schedule", "partition", "executor", "optim", "data")  # config groups
 
 
@@ -44,11 +45,28 @@ def command_of(path: Path) -> str:
     return f"ppctl train {'' if is_found else '--config-dir . '}recipes={path.stem}"
 
 
-def write_recipe(path: Path, config: Config, step_s: float, measured_s: float | None) -> None:
-    """Write the request of a layout as a recipe.
+def write_recipe(path: Path, config: Config, step_s: float, measured_s: float | None) -> Path:
+    """Write the request of a layout as a recipe; return its path.
 
-    step_s, measured_s: predicted and measured seconds of a step; measured_s=None: not measured.
+    If `path` holds another request, the recipe is NAME_2, NAME_3, ... step_s, measured_s: predicted
+    and measured seconds of a step; measured_s=None: not measured.
     """
+    for number in count(1):
+        place = path if number == 1 else path.with_stem(f"{path.stem}_{number}")
+        text = _recipe(place, config, step_s, measured_s)
+        before = place.read_text(errors="replace") if place.exists() else text
+        if _request(before) == _request(text):
+            write_own(place, text)
+            return place
+    raise AssertionError("count has no end")
+
+
+def _request(recipe: str) -> list[str]:
+    """Return the lines of a recipe without its comments."""
+    return [line for line in recipe.splitlines() if not line.startswith("#")]
+
+
+def _recipe(path: Path, config: Config, step_s: float, measured_s: float | None) -> str:
     # 1. its head
     seconds = f"{step_s:.4g} seconds a step as planned"
     seconds += "" if measured_s is None else f", {measured_s:.4g} as measured"
@@ -78,7 +96,7 @@ def write_recipe(path: Path, config: Config, step_s: float, measured_s: float | 
     document["run"] = _settings(run) | {"name": name}
     if run.dir == f"runs/{run.name}":
         document["run"].pop("dir", None)
-    write_own(path, "\n".join([*head, yaml.safe_dump(document, sort_keys=False)]))
+    return "\n".join([*head, yaml.safe_dump(document, sort_keys=False)])
 
 
 def _assumed(data: Any, model: Any, hardware: Hardware | AutoHardware) -> str:

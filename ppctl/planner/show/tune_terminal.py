@@ -58,6 +58,9 @@ def _before(tuned: Tuned) -> Iterator[str]:
             f"no layout: {tuned.devices} cannot share a batch of {tuned.batch_size:,} evenly. Use "
             f"data.batch_size={batch} or tune.devices={number}."
         )
+    elif found.ended_by is not None:
+        what = "these are the best so far" if found.best else "nothing is predicted yet"
+        yield f"the search ended early ({found.ended_by}): {what}."
     elif not found.best:
         least = ""
         if found.smallest_bytes is not None:
@@ -125,7 +128,8 @@ def _about_pipelines(tuned: Tuned) -> str:
         return f"no pipeline is needed: mesh={mesh_text(first.layout.mesh.by_axis)} is fastest."
     alone = next((row for row in others if row.layout.mesh.pp == 1), tuned.found.without_pipeline)
     if alone is None:
-        return "without a pipeline (mesh.pp=1) nothing fits."
+        what = "nothing fits" if tuned.found.ended_by is None else "nothing was predicted yet"
+        return f"without a pipeline (mesh.pp=1) {what}."
     layout, ratio = alone.layout, alone.step_s / first.step_s
     if first.measured_s is not None and alone.measured_s is not None:
         ratio = alone.measured_s / first.measured_s
@@ -152,6 +156,7 @@ def document(tuned: Tuned) -> dict[str, Any]:
         "num_simulated": found.num_simulated,
         "smallest_bytes": found.smallest_bytes,
         "that_divide": found.that_divide,
+        "ended_by": found.ended_by,
     }
 
 
