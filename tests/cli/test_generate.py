@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.selection import full
 
 import ppctl
 import ppctl.language.conversation  # now: imported in a test it would keep the stand-in of another
@@ -244,7 +245,7 @@ def test_evaluation_is_the_mean_over_all_targets(here, capsys):
     assert held_out["num_sequences"] < found["num_sequences"]
 
 
-@pytest.mark.parametrize("seq_len", [11, 16, 5000])
+@pytest.mark.parametrize("seq_len", [11, 16, full(5000)])
 def test_evaluation_counts_every_target_and_each_byte_of_them_once(here, capsys, seq_len):
     (here / "cut.txt").write_text("天地玄黃，宇宙洪荒。日月盈昃，辰宿列張。")
     for name, num_bytes in (("text.txt", len(TEXT)), ("cut.txt", 20 * 3)):

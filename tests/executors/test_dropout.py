@@ -66,7 +66,7 @@ CASES = [
     ({"pp": 2}, "mlp", {"schedule": "1f1b", "num_microbatches": 4}),
     ({"pp": 2, "dp": 2}, "mlp", {"schedule": "zb_h1", "executor": "mpmd", "remat": "layer"}),
     ({"tp": 2, "cp": 2}, "transformer", {"schedule": "gpipe", "executor": "mpmd"}),
-    ({"pp": 2, "tp": 2}, "adapters", {"schedule": "zb_h1"}),
+    full(({"pp": 2, "tp": 2}, "adapters", {"schedule": "zb_h1"})),
 ]
 ALL = [
     ({"pp": 2}, {"schedule": "1f1b", "num_microbatches": 4, "remat": "none"}),

@@ -56,6 +56,7 @@ def test_fp8_equals_the_reference_with_every_schedule_remat_and_gather(
     assert difference({"pp": 2, "fsdp": 2, "tp": 2}, model, num_microbatches=4, **how) < TOLERANCE
 
 
+@pytest.mark.full
 def test_by_microbatch_it_is_the_same_only_for_the_same_microbatches():
     model = MODEL | {"linear_dtype": "fp8_by_microbatch"}
     schedule = {"schedule": "1f1b", "executor": "mpmd"}
@@ -63,6 +64,7 @@ def test_by_microbatch_it_is_the_same_only_for_the_same_microbatches():
     assert difference({"pp": 2}, model, num_microbatches=4, **schedule) > TOLERANCE
 
 
+@pytest.mark.full
 def test_lora_adapters_train_with_a_frozen_map_in_8_bits():
     model = MODEL | {"lora": ppctl.Lora(rank=2)}
     assert difference({"pp": 2, "tp": 2}, model, schedule="zb_h1", executor="mpmd") < TOLERANCE

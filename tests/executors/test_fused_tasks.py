@@ -42,7 +42,7 @@ MIXTURES = {
 }
 
 
-@pytest.mark.parametrize(("mesh", "how"), full_except(MIXTURES, "dualpipe_v"))
+@pytest.mark.parametrize(("mesh", "how"), full_except(MIXTURES))
 def test_mixtures_equal_the_reference(mesh, how):
     check(mesh, **(FUSED | how))
 

@@ -207,7 +207,7 @@ def test_python_runs(pages, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_tutorial_shows_the_printed_outputs():
     """`make tutorial` writes new outputs."""
     page = TEXTS[TUTORIAL]

@@ -311,7 +311,9 @@ def test_slurm_runs_an_array_whose_jobs_continue_without_the_sweep(slurm, monkey
     assert Path("began").read_text() == "x"
 
 
-def test_a_job_that_slurm_drops_is_no_hang(commands_of_slurm):
+def test_a_job_that_slurm_drops_is_no_hang(commands_of_slurm, monkeypatch):
+    programs(monkeypatch, "import time; time.sleep(20)")  # ends after the test, without a result
+
     def run_and_drop():
         Path("state").write_text("RUNNING")
         time.sleep(1.0)

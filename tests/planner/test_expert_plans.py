@@ -46,12 +46,12 @@ def flops_of_experts(ops):
 @pytest.mark.parametrize(
     ("words", "load"),
     [
-        ((), 1.0),
-        (("mesh=1x2x1x4",), 1.0),
-        (("mesh=1x2x1x4", "costs.expert_imbalance=1.5"), 1.5),
+        full(((), 1.0)),
+        full((("mesh=1x2x1x4",), 1.0)),
+        full((("mesh=1x2x1x4", "costs.expert_imbalance=1.5"), 1.5)),
         (("mesh=1x2x1x4", "costs.expert_imbalance=1.5", "model.moe.capacity=1.25"), 1.25),
         (("costs.expert_imbalance=1.5",), 1.0),  # a single device computes all its tokens
-        (("mesh=1x2x1x4", "model.moe.dispatch=alltoall"), 1.0),
+        full((("mesh=1x2x1x4", "model.moe.dispatch=alltoall"), 1.0)),
     ],
 )
 def test_products_of_experts_count_the_rows_of_the_most_loaded_device(words, load):
@@ -76,7 +76,7 @@ def sent_bytes(words, ops):
     return sum(map(one.sent_s, ops))
 
 
-@pytest.mark.parametrize("ep", [2, 4])
+@pytest.mark.parametrize("ep", [full(2), 4])
 def test_gather_sends_every_token_to_every_device_and_back(ep):
     words = (f"mesh=1x2x1x{ep}",)
     rows = T * D * VALUE  # rows of a device's tokens
@@ -84,7 +84,7 @@ def test_gather_sends_every_token_to_every_device_and_back(ep):
     assert sent_bytes(words, layer_of(*words).forward) == (ep - 1) * (2 * rows + routing)
 
 
-@pytest.mark.parametrize("capacity", [1.0, 2.0])
+@pytest.mark.parametrize("capacity", [full(1.0), 2.0])
 def test_alltoall_sends_each_row_to_its_expert_and_back(capacity):
     ep = 4
     words = (f"mesh=1x2x1x{ep}", "model.moe.dispatch=alltoall", f"model.moe.capacity={capacity}")
@@ -138,6 +138,7 @@ def test_layers_of_two_kinds_are_balanced_by_their_products():
     assert flops_of_experts(mean.forward) == pytest.approx(6 * T * K * D * F / 2)
 
 
+@pytest.mark.full
 def test_half_of_the_layers_send_half_as_much():
     def sent_s(experts):
         step = step_of(job("mesh=1x2x1x4", experts=experts))
@@ -146,6 +147,7 @@ def test_half_of_the_layers_send_half_as_much():
     assert sent_s(f"{EXPERTS} model.moe.first_dense=2") == pytest.approx(sent_s(EXPERTS) / 2)
 
 
+@pytest.mark.full
 def test_a_plan_notes_that_dispatch_takes_longer_than_products(capsys):
     near = planned(
         compose(

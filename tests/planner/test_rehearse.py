@@ -213,6 +213,7 @@ DIVIDED = replace(
 )
 
 
+@pytest.mark.full
 def test_sends_of_a_stages_devices_are_counted_besides_one_devices_computation():
     asked = replace(
         DIVIDED, model=replace(DIVIDED.model, num_layers=3), mesh=config.Mesh(1, 3, 1, tp=2, cp=2)

@@ -49,7 +49,7 @@ def plain(stack, params, batch):
     "request_",
     [
         {"schedule": "zb_v", "executor": "mpmd", "mesh": {"pp": 2}},
-        {"schedule": "interleaved", "num_chunks": 2, "mesh": {"dp": 2, "pp": 2}},
+        full({"schedule": "interleaved", "num_chunks": 2, "mesh": {"dp": 2, "pp": 2}}),
         full({"executor": "mpmd", "mesh": {"pp": 2, "fsdp": 2}, "post_validation": True}),
         full({"mesh": {"pp": 2, "tp": 2, "fsdp": 2}, "partition": [1, 3]}),
         full({"mesh": {"pp": 2, "cp": 2}}),

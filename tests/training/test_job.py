@@ -57,8 +57,8 @@ from ppctl.training.run.run_lines import describe
 @pytest.mark.parametrize(
     "parts",
     [
-        {"mesh": Mesh(2, 2, 2), "schedule": Interleaved(num_microbatches=2)},
-        full({"mesh": Mesh(), "executor": Reference()}),
+        full({"mesh": Mesh(2, 2, 2), "schedule": Interleaved(num_microbatches=2)}),
+        {"mesh": Mesh(), "executor": Reference()},
     ],
 )
 def test_flops_and_the_initial_state_do_not_depend_on_the_layout(parts):

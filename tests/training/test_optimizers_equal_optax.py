@@ -204,7 +204,7 @@ def compared(name, model, executor, dtype=jnp.float64, **how):
     [
         ("Stack", "mpmd"),
         full(("Stack", "spmd")),
-        ("transformer", "spmd"),
+        full(("transformer", "spmd")),
         full(("transformer", "mpmd")),
         ("Network", "spmd"),
         full(("Network", "mpmd")),
