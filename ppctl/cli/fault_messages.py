@@ -86,7 +86,8 @@ def refuse(override: Override, *, multirun: bool, drawing: bool) -> None:
     if override.is_delete():
         raise ConfigError(f"{line}: settings cannot be removed. Give {key} another value instead.")
     if is_swept and (drawing or not multirun):
-        many = f"Add --multirun to run each, or quote them if they are one value: '{key}=\"a,b\"'."
+        many = "Add --multirun to run each, put brackets around them if they are a list, or quotes "
+        many += f"if they are one value: '{key}=\"a,b\"'."
         many = "`ppctl schedule compare` shows schedules together." if drawing else many
         raise ConfigError(f"{line} gives several values. {many}")
     if key in GROUPS and not is_swept and not isinstance(override.value(), str | dict):
@@ -183,6 +184,11 @@ def _explain_key(error: OmegaConfBaseException, key: str, parsed: list[Override]
         part = key.split(".")[0]
         return f"{key} has no value. {part}={chosen[part][0]} needs one: add {key}=..."
     override = _override_of(key, parsed)
+    if "is not a ListConfig" in str(error.msg) and override is not None:
+        is_swept = override.is_discrete_sweep()
+        values = override.sweep_string_iterator() if is_swept else [override.value()]
+        lists = ",".join(f"[{value}]" for value in values)
+        return f"{override.input_line} is not a list. Use {override.key_or_group}={lists}."
     return f"{override.input_line if override else key}: {_reason(error)}{_origin(key, parsed)}"
 
 

@@ -127,13 +127,14 @@ class TextSource(FileConfigSource):
             text = read_text(path, MOST_BYTES)
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+        header, stream = self._get_header_dict(text), io.StringIO(text)
+        stream.name = str(path)  # file name in errors
         # check the size before anything is expanded, which takes time and memory
-        node = yaml.compose(text)
+        node = yaml.compose(stream)
         if _num_values(node, {}) * _num_interpolated(text) > MOST_VALUES:
             what = f"{path}: its aliases and interpolations stand for more than {MOST_VALUES:,}"
             raise ConfigError(f"{what} values. Write them out, or use fewer.")
-        header, stream = self._get_header_dict(text), io.StringIO(text)
-        stream.name = str(path)  # file name in errors
+        stream.seek(0)
         found: Any = OmegaConf.load(stream)
         package = header["package"] or config_path.rpartition("/")[0].replace("/", ".")
         _take_texts(found, node, "" if package == "_global_" else package)

@@ -118,6 +118,15 @@ FAULTS = [
         "run.name=a=b cannot be read .*needs quotes that reach ppctl: 'run.name=",
     ),
     ("train run.name=it's", "cannot be read"),
+    (
+        "train run.trackers=tensorboard",
+        r"run.trackers=tensorboard is not a list. Use run.trackers=\[tensorboard\]\.",
+    ),
+    (
+        "train --multirun run.trackers=tensorboard,wandb",
+        r"is not a list. Use run.trackers=\[tensorboard\],\[wandb\]\.",
+    ),
+    ("train run.trackers=tensorboard,wandb", "several values.* brackets around them"),
     ("train run.seed=1,2", "run.seed=1,2 gives several values. Add --multirun"),
     ("train --multirun optim.lr=interval(0,1)", "a sweep needs a list of values"),
     (
@@ -193,7 +202,7 @@ RECIPES = {
         "schedule.name=gpipe, but the choice is .* `override /schedule: gpipe`",
     ),
     "yaml": ("model: { num_layers: 3", "yaml.*line 2"),
-    "endless": ("run: &a {name: *a}", r"recursion .* \(in recipes=endless\)"),
+    "endless": ("run: &a {name: *a}", "endless.yaml: its aliases and interpolations"),
     "check": ("run: { num_steps: 0 }", "run.num_steps=0 must be"),
 }
 
