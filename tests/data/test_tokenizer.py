@@ -110,7 +110,7 @@ MAKERS = {
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("seq_len", [3, 32])
 @pytest.mark.parametrize("packing", [False, True])
-def test_bytes_of_targets_are_those_of_the_text_whatever_the_windows(
+def test_bytes_of_targets_equal_the_bytes_of_the_text_in_any_windows(
     kind, seq_len, packing, tmp_path
 ):
     words = "the quick brown fox naïve"

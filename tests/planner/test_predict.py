@@ -109,7 +109,7 @@ def test_lines_for_people():
         "plan      500 ms a step predicted, 250 ms measured (2.00 times; "
         "hardware=host); 3.0 MiB a device predicted, 4.0 MiB compiled"
     )
-    assert "0.25 measured (2.00 times" in KNOWN.compared([9.0, 0.25], 1)  # a run of two steps
+    assert "250 ms measured (2.00 times" in KNOWN.compared([9.0, 0.25], 1)  # a run of two steps
     assert UNKNOWN.compared([0.25], 4 * 2**20) == (
         "plan      3.0 MiB a device predicted, 4.0 MiB compiled; 250 ms a step measured, none "
         "predicted"
