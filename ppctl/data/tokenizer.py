@@ -191,6 +191,8 @@ def _loaded(
     def decode(ids: Sequence[int]) -> str:
         return of_text.decode([int(each) for each in ids], skip_special_tokens=False)
 
+    with _in_library(name):
+        num_bytes = _byte_counter(name, of_text, {end, *start})
     fingerprint = hashlib.sha256(f"{text}\0{end_token}".encode()).hexdigest()
     return Tokenizer(
         name,
@@ -201,7 +203,7 @@ def _loaded(
         encode,
         encode_chat,
         decode,
-        _byte_counter(name, of_text, {end, *start}),
+        num_bytes,
         template,
         frozenset(i for i, token in added.items() if token.special),
     )
