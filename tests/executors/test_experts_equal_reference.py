@@ -114,10 +114,7 @@ def pairwise():
         yield pytest.param(mesh, how, id=" ".join(words))
 
 
-OFTEN = [name for name in CASES if name not in ("spmd interleaved ep4", "mpmd gpipe tp2 cp2")]
-
-
-@pytest.mark.parametrize(("mesh", "how"), full_except(CASES, *OFTEN))
+@pytest.mark.parametrize(("mesh", "how"), full_except(CASES, "spmd 1f1b ep2 tp2", "mpmd zb_h1 ep4"))
 def test_a_mixture_trains_like_one_with_all_experts_computing_all_tokens(mesh, how):
     check(mesh, steps_only="executor" not in how, **how)  # spmd compiles gradients by themselves
 
@@ -159,6 +156,7 @@ def state_of(pipe, params):
     return pipe.from_natural(pipe.to_natural(pipe.init(seed=0)) | {"params": params})
 
 
+@pytest.mark.full
 def test_a_mixture_of_one_expert_equals_the_dense_model():
     stack, batch = ppctl.transformer(**SIZES), make_batch()
     dense = pipe_of(stack, {}, "gpipe", executor="reference")
@@ -243,7 +241,7 @@ def skewed_counts(mesh, schedule, bias_update, **how):
 @pytest.mark.parametrize(
     ("executor", "mesh", "schedule"),
     [
-        ("spmd", {"pp": 2, "ep": 2}, "1f1b"),
+        full(("spmd", {"pp": 2, "ep": 2}, "1f1b")),
         full(("mpmd", {"dp": 2, "pp": 2}, "zb_h1")),
         full(("mpmd", {"pp": 2, "tp": 2, "fsdp": 2}, "1f1b")),
     ],
