@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 
 from ppctl.config import Config, Interleaved, Mesh, Run, Tokens, Transformer
 from ppctl.config.field_checks import settings_from
+from ppctl.config.groups.schedule_settings import Eager1F1B
 from ppctl.data import DataSet
 from ppctl.data.chat_templates import chat_template, special_token
 from ppctl.data.dataset import description
@@ -222,10 +223,10 @@ def _layout(num_layers: int) -> list[dict[str, str]]:
     """Return the choices of mesh and schedule for models with fewer layers than default stages.
 
     >>> _layout(3), _layout(8)
-    ([{'override /mesh': '2x2'}, {'override /schedule': '1f1b'}], [])
+    ([{'override /mesh': '2x2'}, {'override /schedule': 'eager_1f1b'}], [])
     """
     default = Mesh(2, 4)  # and schedule=interleaved, as in conf/config.yaml
     if num_layers >= Interleaved().num_chunks * default.pp:
         return []
     pp = min(default.pp, 1 << (num_layers.bit_length() - 1))
-    return [{"override /mesh": f"{default.dp}x{pp}"}, {"override /schedule": "1f1b"}]
+    return [{"override /mesh": f"{default.dp}x{pp}"}, {"override /schedule": Eager1F1B().name}]

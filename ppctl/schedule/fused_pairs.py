@@ -7,7 +7,7 @@ long as its two tasks in sequence.
 """
 
 from heapq import heappop, heappush
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from ppctl.errors import ScheduleError
 from ppctl.schedule.costs import Costs
@@ -15,7 +15,6 @@ from ppctl.schedule.execution_order import Jobs
 from ppctl.schedule.families.registry import FAMILIES, build
 from ppctl.schedule.ir import Schedule, Task
 
-OVERLAPPING = ("dualpipe_v", "interleaved", "eager_1f1b")  # families with pairs
 MOST_LONGER = 1.03  # largest allowed factor on the step time
 
 
@@ -91,10 +90,10 @@ def _latest_ends(jobs: Jobs) -> list[float]:
 
 
 def with_pairs(schedule: Schedule, costs: Costs) -> tuple[int | None, list[str]]:
-    """Return requests with pairs, for a schedule without: more microbatches, and other families.
+    """Return requests with pairs, for a schedule without: more microbatches, and three families.
 
     >>> with_pairs(build("dualpipe_v", 4, 4), Costs())
-    (8, ['interleaved', 'eager_1f1b'])
+    (8, ['interleaved', 'eager_1f1b', 'hanayo'])
     """
 
     def has_pairs(name: str, number: int) -> bool:
@@ -107,4 +106,4 @@ def with_pairs(schedule: Schedule, costs: Costs) -> tuple[int | None, list[str]]
     name, m = schedule.name, schedule.num_microbatches
     numbers = (2 * m, 4 * m, 8 * m) if name in FAMILIES else ()
     number = next((number for number in numbers if has_pairs(name, number)), None)
-    return number, [each for each in OVERLAPPING if each != name and has_pairs(each, m)]
+    return number, [*islice((each for each in FAMILIES if each != name and has_pairs(each, m)), 3)]

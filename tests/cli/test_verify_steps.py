@@ -113,8 +113,8 @@ def clipped_a_little_late(monkeypatch):
 def steps_that_are_not_counted(monkeypatch):
     right = optimizers.apply_gradients
 
-    def changed(optimizer, state, *rest):
-        return right(optimizer, state, *rest) | {"step": state["step"]}
+    def changed(optimizer, state, *rest, **how):
+        return right(optimizer, state, *rest, **how) | {"step": state["step"]}
 
     monkeypatch.setattr(optimizers, "apply_gradients", changed)
 
@@ -122,8 +122,8 @@ def steps_that_are_not_counted(monkeypatch):
 def layers_of_a_rank_that_stay(monkeypatch):
     right = optimizers.apply_gradients
 
-    def changed(optimizer, state, *rest):
-        found = right(optimizer, state, *rest)
+    def changed(optimizer, state, *rest, **how):
+        found = right(optimizer, state, *rest, **how)
         before, after = (
             state["params"]["layers"],
             found["params"]["layers"],
