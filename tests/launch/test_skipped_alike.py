@@ -18,7 +18,7 @@ def rows():
 """
 BAD_ROWS = (
     "data=custom",
-    "data.target=bad_rows.rows",
+    "data.target=rows_of_processes.rows",
     "data.batch_size=16",
     "data.eval_fraction=0",
     "run.on_nonfinite=skip",
@@ -35,7 +35,7 @@ BAD_ROWS = (
     ids=["dp", "pp mpmd"],
 )
 def test_a_bad_gradient_of_one_process_is_skipped_by_all(layout, tmp_path, monkeypatch):
-    (tmp_path / "bad_rows.py").write_text(ROWS)
+    (tmp_path / "rows_of_processes.py").write_text(ROWS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(
