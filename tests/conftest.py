@@ -97,7 +97,9 @@ def pytest_configure_node(node):
 
 def pytest_collection_modifyitems(config, items):
     """Run the longest files first, so that the workers end together (with --dist loadfile)."""
-    known = getattr(config, "workerinput", {}).get("seconds", {})
+    if not IS_WORKER:
+        return  # one process keeps the order of the command
+    known = config.workerinput["seconds"]
     of_file: Counter[str] = Counter()
     for item in items:
         of_file[item.nodeid.partition("::")[0]] += known.get(item.nodeid, NEW_S)

@@ -19,7 +19,7 @@ from rich.text import Text
 from ppctl.errors import ConfigError
 
 LOSS_DIGITS = 7  # digits of a loss; rounding in float32 changes the next ones
-MOST_DECIMALS = 9  # of a loss
+MOST_DECIMALS = 9  # decimals of a loss
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 GAP = "  "  # between two columns of a table
 SPEEDS = {"tokens_per_s": "tok/s", "rows_per_s": "rows/s"}  # units of the speeds in records

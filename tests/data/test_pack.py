@@ -11,6 +11,7 @@ import pytest
 from ppctl.data.pack_documents import PADDING, pack
 from ppctl.data.token_windows import NO_TOKEN
 from ppctl.errors import DataError
+from ppctl.model import cross_entropy, packed_sequences
 
 SEQ_LEN = 20
 TEXTS = [
@@ -25,6 +26,11 @@ def build_packed(build, tmp_path):
     return lambda **how: build(
         "text", **{"path": str(tmp_path / "a.jsonl"), "packing": True, "seq_len": SEQ_LEN} | how
     )
+
+
+def test_data_and_models_have_the_same_marks():
+    marks = packed_sequences.PADDING, cross_entropy.NO_TOKEN
+    assert marks == (PADDING, NO_TOKEN)
 
 
 def take(iterator, number):

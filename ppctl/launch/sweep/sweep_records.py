@@ -36,7 +36,7 @@ def numbers_of(run_dir: Path, since_s: float = 0.0) -> dict[str, Any]:
     _, last_evaluation = _curves(run_dir / "eval.jsonl", since_s)
     numbers: dict[str, Any] = {name: _number(last, name) for name in NUMBERS}
     numbers |= {"steps": whole_number(last, "step"), "final_loss": _number(last, "loss")}
-    if whole_number(last_evaluation, "step") or not numbers["steps"]:  # of a trained model
+    if whole_number(last_evaluation, "step") or not numbers["steps"]:  # not before training
         numbers["eval_loss"] = _number(last_evaluation, "eval_loss")
     numbers |= {name: curves[name].median if name in curves else None for name in MEDIANS}
     timeline = run_dir / "timeline" / "timeline.csv"

@@ -53,7 +53,7 @@ class LayoutSearch:
         self.space, self.step_of = space, step_of
         self.room_bytes, self.num_simulated = room_bytes, 0
         self.watch: Callable[[], None] = lambda: None  # called often during a search
-        self.fastest_simulated: Candidate | None = None  # of those that fit
+        self.fastest_simulated: Candidate | None = None  # candidates that fit
         self.layouts = list(self._layouts())
 
     def bounds(self, mesh: MeshSizes, microbatch: Microbatch, vocab: str = "whole") -> Bounds:

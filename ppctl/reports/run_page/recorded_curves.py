@@ -124,7 +124,7 @@ def _curve(steps: array[int], values: array[float]) -> tuple[Curve, bool]:
     lost = [step for step, value in zip(steps, known, strict=True) if value is None]
     if len(known) <= MOST_POINTS:
         kept, finite = range(len(known)), [value for value in known if value is not None]
-        # of two steps the second: allocations slow the first
+        # two steps: the second, as allocations slow the first
         median = statistics.median(finite[-1:] if len(finite) == 2 else finite) if finite else None
     else:
         kept, median = _thinned(known)

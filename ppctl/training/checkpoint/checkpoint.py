@@ -207,7 +207,7 @@ class Checkpoints:
 
     def went_back(self, step: int) -> bool:
         """Return whether `step` is the last one that the run went back to."""
-        return bool(self._gather("yes" if self._mark(step).exists() else "")[0])  # of process 0
+        return bool(self._gather("yes" if self._mark(step).exists() else "")[0])  # by process 0
 
     def _mark(self, step: int) -> Path:
         return self.directory / f".went-back-to-{step}"

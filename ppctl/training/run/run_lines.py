@@ -119,7 +119,7 @@ class StepPrediction:
 
     def compared(self, step_times_s: Sequence[float], compiled_bytes: int) -> str:
         """Return the line to print after the run: predicted and measured values."""
-        measured_s = statistics.median_low(step_times_s)  # of two, not the slow first one
+        measured_s = statistics.median_low(step_times_s)  # two steps: the faster
         sizes = size_text(self.memory_bytes), size_text(compiled_bytes)
         memory = "{} a device predicted, {} compiled".format(*sizes)
         measured = seconds_text(measured_s, digits=3)
