@@ -62,7 +62,7 @@ class Architecture:
     logit_softcap: float | None = None
     windows: tuple[int | None, ...] | None = None  # tokens in each layer's window; None: no windows
     dropout: float = 0.0
-    linear_dtype: str | None = None  # a recipe of `fp8_products`; None: the dtype of compute
+    linear_dtype: str | None = None  # "fp8": `fp8_products`; None: the dtype of compute
     moe: ExpertSizes | None = None
     lora: Lora | None = None
 

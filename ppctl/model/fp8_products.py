@@ -3,13 +3,10 @@
 Values are divided by scales, powers of 2, and rounded. The results of the products are multiplied
 by the scales.
 
-recipe            | scale of x and of y's gradient     | products in 8 bits         | format
-fp8               | of each row, a token's             | x w, and the gradient of x | e4m3
-fp8_by_microbatch | of all rows, a microbatch's on a   | all three                  | e4m3; y's
-                  | device                             |                            | gradient: e5m2
-
-A matrix has a scale for each output, or, if tp divides its inputs, for each input. So a device has
-the scales of its shard without communication. The same 8-bit values serve both products: scales
+x w and the gradient of x are products of numbers in the format e4m3. The gradient of w is a product
+in the dtype of compute. x and y's gradient have a scale for each row, a token's. A matrix has a
+scale for each output, or, if tp divides its inputs, for each input. So a device has the scales of
+its shard without communication. The same 8-bit values serve both products: scales
 along the contracted dim multiply the other operand before it is rounded. These scales are the same
 in every microbatch and on every mesh, so fp8 trains the same function on every layout. But XLA's
 rounding in float32 and bfloat16 differs from program to program, so that some values near the
@@ -30,28 +27,25 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-BY_MICROBATCH = "fp8_by_microbatch"
-E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+E4M3 = jnp.float8_e4m3fn
 LEAST = 2.0**-100  # smaller absolute maxima count as this one: their scale would be no float32
 _EXPONENT = 0x7F800000  # bits of a float32's exponent
 
 Axes = tuple[str, ...]  # mesh axes that divide the values of a scale
 
 
-def scale_of(
-    a: jax.Array, dims: tuple[int, ...], axes: Axes = (), dtype: jnp.dtype = E4M3
-) -> jax.Array:
-    """Return the scales of `a` for `dtype`, float32 powers of 2, with `dims` of size 1.
+def scale_of(a: jax.Array, dim: int, axes: Axes = ()) -> jax.Array:
+    """Return the scales of `a`, float32 powers of 2, with `dim` of size 1.
 
-    A scale is as small as possible without overflow: the largest absolute value along `dims` and
-    `axes`, rounded to the mantissa of `dtype` and divided by the scale, is a number of `dtype`. So
-    values rounded with these scales have the same scales.
+    A scale is as small as possible without overflow: the largest absolute value along `dim` and
+    `axes`, rounded to the mantissa of e4m3 and divided by the scale, is a number of e4m3. So values
+    rounded with these scales have the same scales.
 
-    >>> scale_of(jnp.array([[3.0, 448.0], [0.5, -0.875]]), (1,)).ravel().tolist()
+    >>> scale_of(jnp.array([[3.0, 448.0], [0.5, -0.875]]), 1).ravel().tolist()
     [1.0, 0.001953125]
     """
-    facts = jnp.finfo(dtype)
-    most = jnp.max(jnp.abs(a), axis=dims, keepdims=True).astype(jnp.float32)
+    facts = jnp.finfo(E4M3)
+    most = jnp.max(jnp.abs(a), axis=dim, keepdims=True).astype(jnp.float32)
     most = jnp.maximum(lax.pmax(most, axes) if axes else most, LEAST)
     most = lax.reduce_precision(most, exponent_bits=8, mantissa_bits=facts.nmant)
     bits = lax.bitcast_convert_type(most, jnp.int32)
@@ -61,8 +55,8 @@ def scale_of(
     return jnp.where(most <= binade * (largest / top), binade, 2 * binade) / top
 
 
-def rounded(a: jax.Array, scale: jax.Array, dtype: jnp.dtype = E4M3) -> jax.Array:
-    """Return a / scale in an 8-bit dtype.
+def rounded(a: jax.Array, scale: jax.Array) -> jax.Array:
+    """Return a / scale in e4m3.
 
     Values are rounded to float32 first. Products of 8-bit values are exact, so some sums lie in the
     middle of two 8-bit numbers, and attention to equal tokens averages them with an error of a few
@@ -71,9 +65,9 @@ def rounded(a: jax.Array, scale: jax.Array, dtype: jnp.dtype = E4M3) -> jax.Arra
     XLA may leave out a rounding of `a` to bfloat16 here that it kept for the scale. Values just
     above the largest number would then become NaN, so they are clipped.
     """
-    largest = float(jnp.finfo(dtype).max)
+    largest = float(jnp.finfo(E4M3).max)
     scaled = (a.astype(_wide(a.dtype)) * (1 / scale)).astype(jnp.float32)
-    return jnp.clip(scaled, -largest, largest).astype(dtype)
+    return jnp.clip(scaled, -largest, largest).astype(E4M3)
 
 
 def gather_rounded(
@@ -84,7 +78,7 @@ def gather_rounded(
     The result, in the dtype of w, has the values that `product` multiplies. summed_dim: -2 for
     scales of outputs, -1 for those of inputs. summed_axes: mesh axes that divide this dim.
     """
-    scale = scale_of(w, (summed_dim,), summed_axes)
+    scale = scale_of(w, summed_dim, summed_axes)
     gather = partial(lax.all_gather, axis_name=axes, axis=dim, tiled=True)
     whole, dim = gather(rounded(w, scale)), dim % w.ndim
     scale = gather(scale) if dim != summed_dim % w.ndim else scale
@@ -92,20 +86,19 @@ def gather_rounded(
 
 
 @cache
-def product(recipe: str, tp_divides: str, tp: Axes = ()) -> Callable[..., jax.Array]:
-    """Return the differentiable product (x [M, K], w [K, N]) -> y [M, N] of a recipe.
+def product(tp_divides: str, tp: Axes = ()) -> Callable[..., jax.Array]:
+    """Return the differentiable product (x [M, K], w [K, N]) -> y [M, N].
 
     tp_divides: "outputs" | "inputs": the dim of w that tp divides, if it does. tp: ("tp",) if it
     does, else ().
     """
-    is_whole, by_output = recipe == BY_MICROBATCH, tp_divides == "outputs"
-    dims, of_gradient = ((0, 1), E5M2) if is_whole else ((1,), E4M3)
-    scaled_x = partial(_scaled, dims=dims, axes=() if by_output else tp)
-    scaled_g = partial(_scaled, dims=dims, axes=tp if by_output else (), dtype=of_gradient)
+    by_output = tp_divides == "outputs"
+    scaled_x = partial(_scaled, dim=1, axes=() if by_output else tp)
+    scaled_g = partial(_scaled, dim=1, axes=tp if by_output else ())
 
     def scaled_w(w_KN: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return (8-bit values, scales as a row: [1, N] of outputs or [1, K] of inputs)."""
-        values, scale = _scaled(w_KN, (0,) if by_output else (1,), ())
+        values, scale = _scaled(w_KN, 0 if by_output else 1, ())
         return values, scale if by_output else scale.T
 
     def forward(x_MK: jax.Array, w_KN: jax.Array) -> jax.Array:
@@ -122,10 +115,7 @@ def product(recipe: str, tp_divides: str, tp: Axes = ()) -> Callable[..., jax.Ar
         g, of_g = scaled_g(g_MN, times=of_w) if by_output else scaled_g(g_MN)
         dx = _dot(g, w, (1, 1), x_MK.dtype, of_g)
         dx = dx if by_output else _times(dx, of_w)
-        if not is_whole:
-            return dx, lax.dot_general(x_MK, g_MN, (((0,), (0,)), ((), ())))
-        (x, of_x), (g, of_g) = scaled_x(x_MK), scaled_g(g_MN)
-        return dx, _dot(x, g, (0, 0), w_KN.dtype, of_x * of_g)
+        return dx, lax.dot_general(x_MK, g_MN, (((0,), (0,)), ((), ())))
 
     multiply = jax.custom_vjp(forward)
     # not `multiply(x, w)`: remat=none keeps results of products, and would not see those inside
@@ -134,16 +124,12 @@ def product(recipe: str, tp_divides: str, tp: Axes = ()) -> Callable[..., jax.Ar
 
 
 def _scaled(
-    a: jax.Array,
-    dims: tuple[int, ...],
-    axes: Axes,
-    dtype: jnp.dtype = E4M3,
-    times: jax.Array | None = None,
+    a: jax.Array, dim: int, axes: Axes, times: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Return (8-bit values of a, or of a * times, and their scales)."""
     a = a if times is None else a.astype(_wide(a.dtype)) * times
-    scale = scale_of(a, dims, axes, dtype)
-    return rounded(a, scale, dtype), scale
+    scale = scale_of(a, dim, axes)
+    return rounded(a, scale), scale
 
 
 def _dot(

@@ -37,7 +37,6 @@ from ppctl.model.experts.expert_layer import (
     used_layers,
     without_unused,
 )
-from ppctl.model.fp8_products import BY_MICROBATCH
 from ppctl.model.layer_reports import Updates
 from ppctl.model.lora import A, B, are_adapters, with_adapters
 from ppctl.model.packed_sequences import PADDING, Documents, num_rows, split_starts, with_starts
@@ -100,7 +99,7 @@ class _Transformer:
         parameters = self.sizes.num_layers, self.init_embed_head, self.init_layer
         options = StackOptions(
             outputs=self.outputs,
-            mixes_examples=self.sizes.linear_dtype == BY_MICROBATCH,
+            mixes_examples=False,
             rounded_weights=self._rounded_weights,
             check_batch=self.check_batch,
             divided=self.divided,

@@ -214,10 +214,10 @@ class Block:
 
     def _product(self, name: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
         """Return the matrix product of a linear map: in 8 bits if its sizes say so."""
-        recipe, tp = self.sizes.linear_dtype, ("tp",) if self.axes.tp > 1 else ()
-        if recipe is None or name not in FP8_MAPS:
+        if self.sizes.linear_dtype is None or name not in FP8_MAPS:
             return jnp.matmul
-        return product(recipe, "inputs" if name in ROW_MAPS else "outputs", tp)
+        tp = ("tp",) if self.axes.tp > 1 else ()
+        return product("inputs" if name in ROW_MAPS else "outputs", tp)
 
     def _linear(
         self,

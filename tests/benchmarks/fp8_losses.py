@@ -1,6 +1,6 @@
 """The losses of `recipes=stdlib_2x4` with linear maps in 8 bits, next to bfloat16 and float32.
 
-    python tests/benchmarks/fp8_losses.py [STEPS]   # default 200; 4 runs, 12 CPU minutes in all
+    python tests/benchmarks/fp8_losses.py [STEPS]   # default 200; 3 runs, 9 CPU minutes in all
 
 Writes docs/images/fp8_losses.svg and prints the losses of docs/benchmarks.md.
 """
@@ -15,12 +15,10 @@ from statistics import mean
 from ppctl.reports.charts.image_charts import Panel, panels
 
 PICTURE = Path(__file__).resolve().parents[2] / "docs/images/fp8_losses.svg"
-FP8 = "model.linear_dtype"
 RUNS = {
     "float32": ["run.dtype=float32"],
     "bfloat16": ["run.dtype=bfloat16"],
-    "fp8": ["run.dtype=bfloat16", f"{FP8}=fp8"],
-    "fp8_by_microbatch": ["run.dtype=bfloat16", f"{FP8}=fp8_by_microbatch"],
+    "fp8": ["run.dtype=bfloat16", "model.linear_dtype=fp8"],
 }
 MEAN_OF = 10  # steps of each mean in the panel of differences
 

@@ -221,7 +221,6 @@ def test_a_stages_programs_run_cudnns_kernels_once_a_layer(schedule, backward, r
 
 
 @needs_cuda_plugin
-@pytest.mark.parametrize("linear_dtype", ["fp8", "fp8_by_microbatch"])
 @pytest.mark.parametrize(
     ("executor", "schedule", "mesh"),
     [
@@ -231,7 +230,7 @@ def test_a_stages_programs_run_cudnns_kernels_once_a_layer(schedule, backward, r
     ],
     ids=["split", "whole", "ticks"],
 )
-def test_linear_maps_are_products_in_8_bits(linear_dtype, executor, schedule, mesh):
+def test_linear_maps_are_products_in_8_bits(executor, schedule, mesh):
     request = replace(
         REQUEST,
         model=config.Transformer(
@@ -252,16 +251,15 @@ def test_linear_maps_are_products_in_8_bits(linear_dtype, executor, schedule, me
         tasks = [each for each in programs if re.match(r"fwd|bwd|step", each.name)]
         return {each.name: (each.hlo.count(f'{call}"'), each.hlo) for each in tasks}
 
-    plain, ours = products(None), products(linear_dtype)
+    plain, ours = products(None), products("fp8")
     for name, (number, text) in ours.items():
         in_8_bits, of_all = text.count(f'{call}$f8"'), plain[name][0]
         assert in_8_bits + number == of_all, name  # nothing is computed twice for its scales
         if name == "step":  # embedding and head stay, and the gradients of matrices with fp8
-            layer = of_all - 3
-            assert in_8_bits == (layer if linear_dtype == "fp8_by_microbatch" else layer - 8)
+            assert in_8_bits == of_all - 3 - 8
             assert re.search(r"f8e4m3fn\[[\d,]+\]\S* all-gather", text)
         elif "bwd_w" in name:
-            assert in_8_bits == (of_all if linear_dtype == "fp8_by_microbatch" else 0), name
+            assert in_8_bits == 0, name
         elif "bwd_i" in name or "fwd" in name:
             head = 0 if name.endswith("0") or "fwd" not in name else 3
             assert (in_8_bits, number) == (of_all - head, head), name

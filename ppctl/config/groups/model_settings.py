@@ -117,7 +117,6 @@ class Yarn:
 Scaling = Linear | Llama3 | Yarn
 SCALINGS: dict[str, type[Scaling]] = {"linear": Linear, "llama3": Llama3, "yarn": Yarn}
 PLAIN, GATED = ("gelu", "gelu_exact", "silu"), ("swiglu", "geglu", "geglu_exact")
-LINEAR_DTYPES = ("fp8", "fp8_by_microbatch")
 MLP_ACTIVATIONS = ("relu", "tanh", "gelu")
 ATTENTIONS = ("auto", "xla", "chunked", "cudnn", "pallas")
 BELOW = {"low_freq_factor": "high_freq_factor", "beta_slow": "beta_fast"}
@@ -207,9 +206,8 @@ class Transformer(Layered):
     window: Count | None = None
     window_pattern: str = "W"  # cycle of layers with the window (W) and without (F): WWWWWF
     dropout: Rate = 0.0  # rate of dropped entries of both branches of a block, in training
-    # products of the blocks' linear maps: fp8 (scales by token: same result on every layout) |
-    # fp8_by_microbatch (scales by microbatch and device: another result on each); None: run.dtype
-    linear_dtype: Annotated[str, one_of(*LINEAR_DTYPES)] | None = None
+    # products of the blocks' linear maps: fp8, scaled by token; None: run.dtype
+    linear_dtype: Annotated[str, one_of("fp8")] | None = None
     rope: Rope = field(default_factory=Rope)
     moe: Experts = field(default_factory=Experts)
     # kernel: auto (by device, dtype and seq_len) | xla | chunked | cudnn | pallas

@@ -45,7 +45,7 @@ def device_work(
     rows: bool,
     flash: bool,
     gpu: str,
-    linear_dtype: str | None,
+    is_fp8: bool,
 ) -> DeviceWork:
     """Return what one device of a stage computes for an example: traced, nothing runs. ConfigError
     where it cannot.
@@ -62,7 +62,7 @@ def device_work(
         tied=model.tied,
         attention="cudnn" if flash else "xla",
         head_dim=model.head_dim,
-        linear_dtype=linear_dtype,
+        linear_dtype="fp8" if is_fp8 else None,
         moe=_experts(model),
     )
     transformer.check()
@@ -111,7 +111,7 @@ def work_of_request(request: Request) -> DeviceWork:
         system.sequence_parallel,
         system.flash,
         request.hardware.name,
-        request.linear_dtype,
+        row.is_fp8,
     )
 
 

@@ -53,13 +53,6 @@ class Request:
     assumed: tuple[str, ...]
 
     @property
-    def linear_dtype(self) -> str | None:
-        """The products in 8 bits: all three of a linear map, unless its recipe says otherwise."""
-        if not self.row.is_fp8:
-            return None
-        return "fp8" if "gw_hp" in self.row.precision.lower() else "fp8_by_microbatch"
-
-    @property
     def replicas(self) -> int:
         return self.dp * self.ep * self.row.cp
 

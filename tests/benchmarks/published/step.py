@@ -194,7 +194,11 @@ def _run_by(system: System, found: DeviceWork, *, is_fp8: bool) -> DeviceWork:
         )
 
     work = found.work
-    return replace(found, work=replace(work, layer=piece(work.layer), head=piece(work.head)))
+    layer = piece(work.layer)
+    if is_fp8:  # these trainers also compute the gradients of matrices in 8 bits
+        weight_grad = (replace(op, kernel="fp8") if op.flops else op for op in layer.weight_grad)
+        layer = replace(layer, weight_grad=tuple(weight_grad))
+    return replace(found, work=replace(work, layer=layer, head=piece(work.head)))
 
 
 def _embed_head_bytes(request: Request, found: DeviceWork) -> float:
