@@ -54,13 +54,6 @@ def repeated_mesh(sizes: MeshSizes) -> Mesh:
     return mesh_of(devices)
 
 
-def device_numbers(mesh: Mesh) -> np.ndarray:
-    """Return the id of each device of a mesh, or its index if the mesh repeats one device."""
-    numbers = np.array([device.id for device in mesh.devices.flat])
-    numbers = numbers if len({*numbers}) == mesh.size else np.arange(mesh.size)
-    return numbers.reshape(mesh.devices.shape)
-
-
 def mesh_of(devices: np.ndarray) -> Mesh:
     """Return the mesh of an array of devices with the axes `AXES`."""
     return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))

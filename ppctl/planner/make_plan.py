@@ -13,7 +13,7 @@ import jax
 from ppctl.config import Transformer
 from ppctl.config.groups.moe_settings import Experts
 from ppctl.config.schedule_from_config import label
-from ppctl.executors.device_mesh import device_numbers, hosts_text
+from ppctl.executors.device_mesh import hosts_text
 from ppctl.model.experts.dispatch import Group, num_rows
 from ppctl.model.experts.expert_layer import expert_group
 from ppctl.planner.cost.planned_step import Machine
@@ -171,7 +171,7 @@ def predicted(job: TrainingJob) -> Prediction:
     check_tokens("plan.tokens", plan.tokens, step_tokens)
     found, target, flops = predict_job(job), target_of(job), model_flops(job)
     peak, step_s = target.peak_flops, found.step_s
-    of_tokens = plan.tokens, step_tokens, step_s, pipe.mesh.size, target.known_hardware
+    of_tokens = plan.tokens, step_tokens, step_s, pipe.meshes.num_devices, target.known_hardware
     # 2. make the record
     return Prediction(
         request=RequestText.of(job),
@@ -237,7 +237,7 @@ def experts_part(job: TrainingJob) -> ExpertsPart | None:
     sent_s = share * sum(step.sent_s(op) for op in ops if "ep" in op.axes)
     remedy = None
     if sent_s > compute_s:
-        num_hosts = step.machine.over(job.pipe.mesh.shape)["ep"]
+        num_hosts = step.machine.over(job.pipe.meshes.sizes.by_axis)["ep"]
         remedy = _dispatch_remedy(model.moe, job.config.mesh.ep, num_hosts, group)
     return ExpertsPart(*counts, compute_s, sent_s, remedy)
 
@@ -258,9 +258,9 @@ def _stages(job: TrainingJob, costs: Costs | None) -> dict[str, Any]:
     if not pipe.execution.engine.is_pipelined:
         return {"stages": (), "transfer_s": None}
     stages, is_described = list[StagePart](), job.config.plan.only_predicts_topology
-    numbers = device_numbers(pipe.mesh)
+    numbers = pipe.meshes.device_numbers
     for s, (layers, rank) in enumerate(zip(pipe.partition, pipe.layout.rank_of, strict=True)):
-        devices = () if is_described else tuple(numbers[:, rank, :].ravel().tolist())
+        devices = () if is_described else numbers[rank]
         seconds = (None if costs is None else costs.seconds(kind, s, 1) for kind in "FBIW")
         stages.append(StagePart(layers.start, len(layers), rank, devices, *seconds))
     return {"stages": tuple(stages), "transfer_s": None if costs is None else costs.transfer_s}
@@ -314,7 +314,7 @@ def _devices_text(job: TrainingJob, target: Target) -> str:
     """Return the devices, such as "64 x h100 (described)", and the axes over hosts, as text."""
     topology, hardware = target.plan.topology, target.known_hardware
     if target.plan.compiles if topology is not None else not target.is_away:
-        hosts = hosts_text(job.pipe.mesh)
+        hosts = hosts_text(job.pipe.meshes.storage)
         return ", ".join(filter(None, (f"{target.number} x {target.kind}", hosts)))
     if hardware is None:
         return f"{target.number} x {str(topology).partition(':')[0]}"
@@ -355,7 +355,7 @@ def assumptions(job: TrainingJob, *, is_timed: bool) -> tuple[str, ...]:
 
 
 def _speeds(job: TrainingJob, machine: Machine, kernels: Sequence[str]) -> Iterator[str]:
-    speed, shape = machine.speed, job.pipe.mesh.shape
+    speed, shape = machine.speed, job.pipe.meshes.sizes.by_axis
     large = "matrix products" if speed.cores is None else "large matrix products"
     yield f"{speed.flops_per_s / 1e12:.4g} TFLOP/s in {large}"
     if getattr(job.config.model, "linear_dtype", None) is not None:
@@ -366,7 +366,7 @@ def _speeds(job: TrainingJob, machine: Machine, kernels: Sequence[str]) -> Itera
         yield f"{forward / 1e12:.4g} in attention forward, {backward / 1e12:.4g} backward"
     yield f"{speed.bytes_per_s / 1e9:.4g} GB/s of memory"
     yield "one operation of a device at a time"
-    if (shared := shared_cores_text(job.pipe.mesh.size, machine.cores)) is not None:
+    if (shared := shared_cores_text(job.pipe.meshes.num_devices, machine.cores)) is not None:
         yield shared
     links, over = machine.links(shape), machine.over(shape)
     for axis in (axis for axis, size in shape.items() if size > 1):

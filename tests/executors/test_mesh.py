@@ -121,7 +121,9 @@ def test_a_program_for_two_hosts_crosses_hosts_along_the_axis_of_the_order(order
         plan=config.Plan(compile=True, topology="h100:2x4"),
     )
     job = assemble(request)
-    found = collectives(job.pipe.engine.lower_train_step().compile().as_text(), job.pipe.mesh.shape)
+    found = collectives(
+        job.pipe.engine.lower_train_step().compile().as_text(), job.pipe.meshes.storage.shape
+    )
     is_pp = order == "auto"
 
     def crossing(kind):
@@ -129,10 +131,10 @@ def test_a_program_for_two_hosts_crosses_hosts_along_the_axis_of_the_order(order
         axes = [each.axes for each in found if each.kind == kind]
         return {(2 ** len(along), ("pp" if is_pp else "dp") in along) for along in axes}
 
-    devices = job.pipe.mesh.devices
+    devices = job.pipe.meshes.storage.devices
     over = [devices.take(k, axis=1 if is_pp else 0).ravel() for k in (0, 1)]
     assert [{device.process_index for device in half} for half in over] == [{0}, {1}]
-    assert hosts_text(job.pipe.mesh) == f"2 processes: {'pp' if is_pp else 'dp'} over 2"
+    assert hosts_text(job.pipe.meshes.storage) == f"2 processes: {'pp' if is_pp else 'dp'} over 2"
     assert crossing("collective-permute") == {(2, is_pp)}
     # parameters and gradients of layers over fsdp, of embedding and head over pp and fsdp
     assert crossing("all-gather") == crossing("reduce-scatter") == {(2, False), (4, is_pp)}

@@ -118,7 +118,7 @@ def test_assumed_speeds_and_links_are_the_predictions():
     )
     machine = target_of(job).machine
     text = "; ".join(assumptions(job, is_timed=True))
-    links = machine.links(job.pipe.mesh.shape)
+    links = machine.links(job.pipe.meshes.sizes.by_axis)
     assert (links["pp"], links["dp"], links["fsdp"]) == (
         machine.network,
         machine.link,

@@ -88,7 +88,7 @@ def times(request, forward_s, backward_s, at_once=ALL_ALIKE):
         for kind, seconds in (("F", forward_s), ("B", backward_s))
     }
     ranks = range(job.pipe.schedule.num_ranks)
-    number, update = job.pipe.mesh.size, Timing(0.5, 0.25)
+    number, update = job.pipe.meshes.num_devices, Timing(0.5, 0.25)
     found = RankTimes(Timing(1.0, at_once.cpu_s), at_once, number, update, task_s, 100)
     ran = dict.fromkeys(ranks, found)
     return rehearse.Simulated(job, on(FREE, job), ran, list(ranks))

@@ -126,7 +126,7 @@ def test_operations_of_another_program_are_no_tasks(tmp_path):
     with jax.profiler.trace(str(tmp_path)):
         for program in programs:
             jax.block_until_ready(program(state, batch))
-    path = write_tasks(tmp_path, programs[0].as_text(), job.pipe.ticks, job.pipe.mesh, 1)
+    path = write_tasks(tmp_path, programs[0].as_text(), job.pipe.ticks, job.pipe.meshes.storage, 1)
     events = json.loads(path.read_text())["traceEvents"]
     found = [event["name"] for event in events if event["ph"] == "X"]
     assert sorted(found) == sorted(str(task) for tasks in job.pipe.schedule.ranks for task in tasks)
@@ -163,7 +163,9 @@ def traced(tmp_path_factory):
         for _ in range(NUM_STEPS):
             batch = engine.batches.put(next(batches))
             state, _ = jax.block_until_ready(engine.step(state, batch))
-    return SimpleNamespace(directory=directory, text=text, ticks=job.pipe.ticks, mesh=job.pipe.mesh)
+    return SimpleNamespace(
+        directory=directory, text=text, ticks=job.pipe.ticks, mesh=job.pipe.meshes.storage
+    )
 
 
 def written(directory, traced, num_steps=NUM_STEPS):

@@ -110,9 +110,9 @@ def _request(config: Config) -> tuple[list[Finding], Mesh | None, int | None]:
         notes = check_job(job)
     except PpctlError as error:
         return [Finding("request", False, str(error))], None, None
-    mesh, needed = job.pipe.mesh, state_bytes(job)
-    device = mesh.devices.flat[0]
-    devices = f"{mesh.size} x {device.device_kind} ({device.platform})"
+    meshes, needed = job.pipe.meshes, state_bytes(job)
+    device = meshes.device
+    devices = f"{meshes.num_devices} x {device.device_kind} ({device.platform})"
     if device.platform != "cpu" and (stated := stated_bytes(jax.local_devices()[0])) is not None:
         devices += f", {size_text(stated)} of each available to programs"
     request = f"mesh={config.mesh.text}, {job.pipe.schedule.name}"
@@ -122,7 +122,7 @@ def _request(config: Config) -> tuple[list[Finding], Mesh | None, int | None]:
         Finding("data", True, job.data.source),
         Finding("request", True, f"{request}: a state takes {size_text(needed)}{tried}"),
     ]
-    return findings, mesh, needed
+    return findings, meshes.storage, needed
 
 
 def _directory(run: Run, needed: int | None) -> Finding:

@@ -94,7 +94,8 @@ def _ticks(ticks: Ticks) -> dict[str, Any]:
 
 
 def _devices(job: TrainingJob) -> str:
-    return f"{job.pipe.mesh.size} x {job.pipe.mesh.devices.flat[0].device_kind}"
+    meshes = job.pipe.meshes
+    return f"{meshes.num_devices} x {meshes.device.device_kind}"
 
 
 # --- the terminal -------------------------------------------------------------------------------

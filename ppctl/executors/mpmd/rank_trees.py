@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ppctl.executors.mpmd.transfers import (
@@ -21,7 +21,7 @@ from ppctl.executors.mpmd.transfers import (
     local_zeros,
 )
 from ppctl.executors.parameter_layout import Layout, is_layer, parameter_of, without_axes
-from ppctl.schedule.mesh_axes import RANK_AXES
+from ppctl.executors.rank_meshes import RankMeshes
 
 Tree = Any
 
@@ -30,12 +30,8 @@ class Division:
     """The division of staged trees by rank. holders: ranks that hold each leaf of embed_head."""
 
     def __init__(self, layout: Layout, embed_head: Tree, holders: Sequence[tuple[int, ...]]):
-        mesh, kinds = layout.mesh, (AxisType.Auto,) * len(RANK_AXES)
-        self.layout, self.mesh = layout, mesh
-        ranks, place = range(mesh.shape["pp"]), mesh.axis_names.index("pp")
-        self.submeshes = [
-            Mesh(mesh.devices.take(r, place), RANK_AXES, axis_types=kinds) for r in ranks
-        ]
+        self.layout, self.mesh = layout, layout.mesh
+        self.submeshes = RankMeshes.of(layout.mesh).by_rank
         flat = jax.tree_util.tree_leaves_with_path({"embed_head": embed_head})
         names = (parameter_of(path) for path, _ in flat)
         self.holders = dict(zip(names, holders, strict=True))

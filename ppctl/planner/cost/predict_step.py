@@ -25,7 +25,6 @@ from ppctl.planner.cost.task_flops import work_of
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import BASELINE, build
 from ppctl.schedule.ir import MOST_TASKS, PART_KINDS
-from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.schedule.piece_times import OpTimes, costs_of, costs_of_stages
 from ppctl.schedule.simulator import Timeline
 from ppctl.training.pipeline.job import TrainingJob, model_on
@@ -114,7 +113,7 @@ def _bubble(pipe: Pipeline, times: OpTimes, time: StepTime) -> float | None:
     """
     if not pipe.execution.engine.is_pipelined:
         return None
-    if time.width >= pipe.mesh.size:
+    if time.width >= pipe.meshes.num_devices:
         return time.bubble_fraction
     if sum(map(len, pipe.schedule.ranks)) > MOST_TASKS:
         return None
@@ -138,9 +137,9 @@ def plan(
     Raises:
         ConfigError: The hardware is unknown, or states no speed for the compute dtype.
     """
-    device = pipe.mesh.devices.flat[0]
+    device = pipe.meshes.device
     request = hardware_named(hardware)
-    how = device, pipe.mesh.size, str(pipe.dtype)
+    how = device, pipe.meshes.num_devices, str(pipe.dtype)
     counted = model_on(pipe, described_only(request, device.device_kind))
     return predict_pipeline(pipe, counted, Target(request, *how, limits_of(memory_gib)))
 
@@ -168,9 +167,10 @@ def hardware_named(name: str) -> Hardware | AutoHardware:
 
 def target_of(job: TrainingJob) -> Target:
     """Return the target devices of a job's plan."""
-    config, mesh = job.config, job.pipe.mesh
+    config, meshes = job.config, job.pipe.meshes
     how = config.plan, config.mesh.order, config.executor.xla_flags, config.run.memory_fraction
-    return Target(config.hardware, mesh.devices.flat[0], mesh.size, str(job.pipe.dtype), *how)
+    devices = meshes.device, meshes.num_devices
+    return Target(config.hardware, *devices, str(job.pipe.dtype), *how)
 
 
 def step_of(job: TrainingJob) -> Step:
@@ -192,7 +192,7 @@ def pipeline_step(pipe: Pipeline, counted: Model, target: Target) -> Step:
     return Step(
         work_of(counted),
         param_bytes(pipe.states.natural, model, pipe.layout.shards, flops),
-        PlannedLayout(MeshSizes.of(pipe.mesh.shape), largest, max(sizes), schedule.vocab_parts),
+        PlannedLayout(pipe.meshes.sizes, largest, max(sizes), schedule.vocab_parts),
         Microbatch(examples, number, example_bytes, execution.remat),
         target.machine if target.unknown is None else None,
         execution.gather,
@@ -250,14 +250,13 @@ def time_of(pipe: Pipeline, times: OpTimes, costs: Costs | None = None) -> StepT
         return step_time(times, alone, None, whole, 1)
     counted = None if pipe.ticks is None else pipe.ticks.counted
     costs = costs or job_costs(pipe, times)
-    return step_time(times, pipe.schedule, counted, costs, pipe.mesh.size // pipe.mesh.shape["pp"])
+    return step_time(times, pipe.schedule, counted, costs, pipe.meshes.rank_devices)
 
 
 def timeline_of(pipe: Pipeline, times: OpTimes, costs: Costs | None = None) -> Timeline:
     """Return the timeline of a step's tasks, without per-step overhead. costs: see `time_of`."""
     costs = costs or job_costs(pipe, times)
-    copies = pipe.mesh.size // pipe.mesh.shape["pp"]
-    return pipe.scheduled.timeline(costs, times.capacity / copies)
+    return pipe.scheduled.timeline(costs, times.capacity / pipe.meshes.rank_devices)
 
 
 def job_costs(pipe: Pipeline, times: OpTimes) -> Costs:

@@ -147,7 +147,7 @@ def _times(job: TrainingJob, part: RankPart, batch: Mapping[str, jax.Array]) -> 
     On CPU the rank is timed on one device, and on several devices at once, which share cores.
     """
     # 1. single tasks
-    devices = all_devices()[: _replicas(job.pipe.mesh.size) if _is_shared(job) else 1]
+    devices = all_devices()[: _replicas(job.pipe.meshes.num_devices) if _is_shared(job) else 1]
     sets = [Replicas(devices[:1]), *([Replicas(devices)] if len(devices) > 1 else [])]
     of_rank = job, part, batch
     one = RankOnDevice(*of_rank, sets[0])
@@ -171,7 +171,7 @@ def _replicas(num_devices: int) -> int:
 
 def _is_shared(job: TrainingJob) -> bool:
     """Return whether the devices of the mesh are simulated, and so share this machine's cores."""
-    return job.pipe.mesh.devices.flat[0].platform == "cpu"
+    return job.pipe.meshes.device.platform == "cpu"
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ class Simulated:
     def _at_once(self) -> float:
         """Return the mean number of devices that would run tasks at once without shared cores."""
         free = timeline_of(self.job.pipe, replace(self._op_times, capacity=inf), self.costs)
-        return self.job.pipe.mesh.size * (1 - free.bubble_fraction)
+        return self.job.pipe.meshes.num_devices * (1 - free.bubble_fraction)
 
     @cached_property
     def found(self) -> Rehearsal:

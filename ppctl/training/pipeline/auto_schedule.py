@@ -46,7 +46,7 @@ class ModelCosts:
     def _bytes(self) -> LayerBytes:
         """Return the bytes of a layer, embedding, head and values in transit, for executor=mpmd."""
         # 1. layers
-        probe, model, fsdp = self.probe, self.probe.model, self.probe.mesh.shape["fsdp"]
+        probe, model, fsdp = self.probe, self.probe.model, self.probe.meshes.sizes.fsdp
         params = param_bytes(probe.states.natural, model, probe.layout.shards)
         stash, pending = waiting_bytes(model, 1, with_pending=True)
         copies = 1 / fsdp if probe.execution.gathers_by_layer else 1.0

@@ -78,7 +78,7 @@ class TrainingJob:
     @cached_property
     def counted_device(self) -> Any:
         """A device of the requested hardware; it decides the kernels of `counted_model`."""
-        device, other = self.pipe.mesh.devices.flat[0], self._other_hardware
+        device, other = self.pipe.meshes.device, self._other_hardware
         if other is None:
             return _device_of(self.config.hardware, self.config.plan, device)
         return described_device(other) or device
@@ -86,7 +86,7 @@ class TrainingJob:
     @property
     def _other_hardware(self) -> settings.Hardware | None:
         """The requested hardware if the mesh has other devices, else None."""
-        kind = self.pipe.mesh.devices.flat[0].device_kind
+        kind = self.pipe.meshes.device.device_kind
         return hardware_of.described_only(self.config.hardware, kind)
 
 
@@ -104,7 +104,7 @@ def model_on(
     if stack is None:
         stack, on_device = pipe.stack, pipe.stack.options.on_device
         if hardware is not None and on_device is not None:
-            stack = on_device(described_device(hardware) or pipe.mesh.devices.flat[0])
+            stack = on_device(described_device(hardware) or pipe.meshes.device)
         stack = stack.counted(imbalance)
         if stack is pipe.stack:
             return pipe.model

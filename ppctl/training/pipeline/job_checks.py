@@ -1,6 +1,5 @@
 """Checks of a job before compilation, the same for every command."""
 
-import jax
 import numpy as np
 
 from ppctl import config as settings
@@ -28,9 +27,9 @@ def check_room(pipe: Pipeline) -> None:
     The state is parameters and optimizer state. Simulated devices share the machine's memory.
     `ppctl plan` predicts the memory of the whole step.
     """
-    held, device = shard_bytes(pipe.states.staged), pipe.mesh.devices.flat[0]
+    held, device = shard_bytes(pipe.states.staged), pipe.meshes.device
     if device.platform == "cpu":
-        local = sum(each.process_index == jax.process_index() for each in pipe.mesh.devices.flat)
+        local = len(pipe.meshes.storage.local_devices)
         held, here = held * local, f"this machine, shared by {local} simulated devices,"
     else:
         here = f"a {device.device_kind}"

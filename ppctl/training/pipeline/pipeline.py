@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
 
 from ppctl.errors import ConfigError
 from ppctl.executors.model_shapes import Model, tree_bytes
 from ppctl.executors.parameter_layout import Layout
+from ppctl.executors.rank_meshes import RankMeshes
 from ppctl.executors.stage.jaxpr_flops import RelativeCosts
 from ppctl.model.stack import Stack, num_examples
 from ppctl.model.trainable_parameters import trained_part
@@ -22,7 +22,7 @@ from ppctl.reports.charts.draw_schedule import pipeline_html
 from ppctl.reports.terminal_output import size_text
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule
-from ppctl.schedule.mesh_axes import DATA_AXES, MeshSizes
+from ppctl.schedule.mesh_axes import DATA_AXES
 from ppctl.schedule.partition.partition import Partition
 from ppctl.schedule.scheduled_step import ScheduledStep
 from ppctl.schedule.tick_lowering import Ticks
@@ -77,9 +77,10 @@ class Pipeline:
         """The schedule lowered to ticks; None unless executor=spmd."""
         return self.scheduled.ticks
 
-    @property
-    def mesh(self) -> Mesh:
-        return self.states.layout.mesh
+    @cached_property
+    def meshes(self) -> RankMeshes:
+        """The mesh of each rank, and of natural order."""
+        return RankMeshes.of(self.states.layout.mesh)
 
     @property
     def layout(self) -> Layout:
@@ -110,7 +111,7 @@ class Pipeline:
     @property
     def _num_parts(self) -> int:
         """The number of microbatches in all replicas."""
-        return self.schedule.num_microbatches * MeshSizes.of(self.mesh.shape).along(DATA_AXES)
+        return self.schedule.num_microbatches * self.meshes.sizes.along(DATA_AXES)
 
     @cached_property
     def num_parameters(self) -> int:
@@ -243,8 +244,8 @@ class Pipeline:
 
     @cached_property
     def _whole(self) -> WholeModel:
-        how = self.stack, self.mesh, self.dtype, self.metrics
-        return WholeModel(*how, self.model.num_examples)
+        number = self.model.num_examples
+        return WholeModel(self.stack, self.meshes.storage, self.dtype, self.metrics, number)
 
     @cached_property
     def _state_checks(self) -> StateChecks:
@@ -323,16 +324,17 @@ class Pipeline:
 
     def _repr_html_(self) -> str:
         """Return the HTML view in notebooks: sizes, each rank's layers and memory, the schedule."""
-        axes = " x ".join(f"{axis}={n}" for axis, n in self.mesh.shape.items() if n > 1)
+        sizes = self.meshes.sizes.by_axis
+        axes = " x ".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1)
         layers = [f"{each.start}-{each[-1]}" if each else "none" for each in self.partition]
         held = [
             ", ".join(l for l, at in zip(layers, self.layout.rank_of, strict=True) if at == rank)
-            for rank in range(self.mesh.shape["pp"])
+            for rank in range(self.meshes.num_ranks)
         ]
         bubble, numbers = self.bubble(), (self.num_parameters, self.num_trained)
         facts = {
             "model": "{:,} parameters, {:,} trained, in {}".format(*numbers, self.dtype),
-            "mesh": f"{axes or 'one device'}, {self.mesh.devices.flat[0].device_kind}",
+            "mesh": f"{axes or 'one device'}, {self.meshes.device.device_kind}",
             "executor": f"{self.execution.executor}, remat={self.execution.remat}",
         }
         if bubble is not None:

@@ -282,9 +282,9 @@ class Loop:
         """Return (unit of speed, units of a step, FLOPs of a step, peak FLOP/s of all devices)."""
         pipe, config = self.job.pipe, self.job.config
         unit, count = unit_of_work(self.job)
-        device = pipe.mesh.devices.flat[0]
+        device = pipe.meshes.device
         peak = mfu_peak_flops(config.hardware, device.device_kind, str(pipe.dtype))
-        all_peak = None if peak is None else peak * pipe.mesh.size
+        all_peak = None if peak is None else peak * pipe.meshes.num_devices
         return unit, count, model_flops(self.job), all_peak
 
     def _evaluate(self, state: Tree, finished: int) -> None:
@@ -371,8 +371,8 @@ class Loop:
             lines = timeline_io.write_timeline(directory, measured, *bubbles)
         for line in lines:
             self.metrics.note(line)
-        mesh = self.job.pipe.mesh
-        shared = shared_cores_text(len(mesh.local_devices), num_cores(mesh))
+        meshes = self.job.pipe.meshes
+        shared = shared_cores_text(len(meshes.storage.local_devices), num_cores(meshes))
         if shared is not None:
             self.metrics.note(f"note      {shared}")
 
@@ -387,7 +387,7 @@ class Loop:
         self._read()
         lacks = profile.end(finished)
         if pipe.ticks is not None:
-            how = self.footprint.text, pipe.ticks, pipe.mesh, finished - steps.start
+            how = self.footprint.text, pipe.ticks, pipe.meshes.storage, finished - steps.start
             with writing(profile.directory):
                 file = profiler.write_tasks(profile.directory, *how)
             tasks = "" if file is None else f"; tasks by rank for Perfetto in {file}"

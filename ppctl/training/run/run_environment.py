@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from ppctl.config import Run
 from ppctl.errors import ConfigError
+from ppctl.executors.rank_meshes import RankMeshes
 from ppctl.reports.run_files import checkpoint_steps
 from ppctl.reports.terminal_output import size_text, write_remedy
 
@@ -56,21 +56,21 @@ def check_disk(run: Run, state_bytes: int) -> None:
         )
 
 
-def environment(mesh: Mesh) -> dict[str, Any]:
+def environment(meshes: RankMeshes) -> dict[str, Any]:
     """Return versions, system and devices, for the record of a start."""
-    device = mesh.devices.flat[0]
+    device = meshes.device
     versions = {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
     return {
         "versions": versions,
         "system": platform.platform(),
         "platform": device.platform,
         "device_kind": device.device_kind,
-        "num_devices": mesh.size,
+        "num_devices": meshes.num_devices,
         "num_processes": jax.process_count(),
-        "num_cores": num_cores(mesh),
+        "num_cores": num_cores(meshes),
     }
 
 
-def num_cores(mesh: Mesh) -> int | None:
+def num_cores(meshes: RankMeshes) -> int | None:
     """Return the number of cores that simulated devices share; None for other devices."""
-    return os.cpu_count() if mesh.devices.flat[0].platform == "cpu" else None
+    return os.cpu_count() if meshes.device.platform == "cpu" else None

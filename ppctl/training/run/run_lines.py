@@ -26,7 +26,7 @@ def describe(job: TrainingJob, start: int, changed: Sequence[Change] = ()) -> It
     changed: settings that differ from the checkpoint's.
     """
     config, pipe = job.config, job.pipe
-    device, model = pipe.mesh.devices.flat[0], config.model
+    device, model = pipe.meshes.device, config.model
     # 1. the model, its data and devices
     kernels: tuple[str, ...] = ("xla",)
     if isinstance(model, Transformer):
@@ -37,9 +37,10 @@ def describe(job: TrainingJob, start: int, changed: Sequence[Change] = ()) -> It
     size = f"{pipe.stack.num_layers} layers, {pipe.num_parameters:,} parameters{trained}"
     yield f"model     {model.name}, {size}, {pipe.dtype} compute{linear}{attention}"
     yield f"data      {job.data.source}"
-    over = hosts_text(pipe.mesh)
+    over = hosts_text(pipe.meshes.storage)
     hosts = "" if over is None else f", {over}"
-    yield f"mesh      {config.mesh.axes_text} on {pipe.mesh.size} x {device.device_kind}{hosts}"
+    devices = f"{pipe.meshes.num_devices} x {device.device_kind}{hosts}"
+    yield f"mesh      {config.mesh.axes_text} on {devices}"
     # 2. the schedule and its programs
     yield from _schedule_lines(job)
     # 3. the run directory

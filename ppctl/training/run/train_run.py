@@ -248,7 +248,7 @@ def _record_start(
     job: TrainingJob, status: RunStatus, start: Resumed, overrides: Sequence[str]
 ) -> None:
     config, run_dir = job.config, Path(job.config.run.dir)
-    facts = environment(job.pipe.mesh) | {"xla_flags": text_of(job.pipe.execution.xla_flags)}
+    facts = environment(job.pipe.meshes) | {"xla_flags": text_of(job.pipe.execution.xla_flags)}
     facts |= {run_status.DIRECTORY: os.getcwd(), run_status.OVERRIDES: [*overrides]}
     facts[run_status.COSTS] = asdict(job.pipe.scheduled.costs)
     if start.changed:
