@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from ppctl.training.pipeline.execution import mpmd, reference, spmd
     from ppctl.training.pipeline.jax_start import mesh
     from ppctl.training.pipeline.pipeline import Pipeline
-    from ppctl.training.pipeline.unpipelined.verify_pipeline import Verification, verify
     from ppctl.training.run.saved_run import SavedRun, load_run
+    from ppctl.training.verification.verify_pipeline import Verification, verify
 
 __all__ = [
     "Costs",
@@ -102,7 +102,7 @@ _HOMES = {  # public names by module
     "training.pipeline.execution": "mpmd reference spmd",
     "training.pipeline.jax_start": "mesh",
     "training.pipeline.pipeline": "Pipeline",
-    "training.pipeline.unpipelined.verify_pipeline": "Verification verify",
+    "training.verification.verify_pipeline": "Verification verify",
     "training.run.saved_run": "SavedRun load_run",
 }
 _RENAMED = {  # public names that differ from the names inside ppctl

@@ -17,7 +17,7 @@ from ppctl.cli.choices import (
     schema_of,
     settings_of,
 )
-from ppctl.cli.commands import COMMANDS
+from ppctl.cli.command_names import COMMANDS
 from ppctl.config.changed_settings import shown
 from ppctl.errors import ConfigError
 from ppctl.schedule.axis_table import MESH_AXES

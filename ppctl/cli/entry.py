@@ -27,8 +27,8 @@ from types import FrameType
 from typing import NoReturn
 
 from ppctl.cli.choices import PARTS, default_option, did_you_mean, request_words
+from ppctl.cli.command_names import COMMANDS, COMPOSED, OTHERS
 from ppctl.cli.command_options import APPLIES_TO, command_help, overview, parse
-from ppctl.cli.commands import COMMANDS, COMPOSED, OTHERS
 from ppctl.cli.resume_command import started_with
 from ppctl.config import Config
 from ppctl.errors import (

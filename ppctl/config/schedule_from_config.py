@@ -11,12 +11,12 @@ from ppctl.errors import ConfigError, ScheduleError
 from ppctl.schedule.costs import Costs, task_costs
 from ppctl.schedule.families.registry import FAMILIES, build
 from ppctl.schedule.ir import Schedule
+from ppctl.schedule.placement_costs import CostsOf
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.schedule_text import from_csv
 from ppctl.schedule.scheduled_step import ScheduledStep, scheduled_step
 from ppctl.schedule.search.auto_choice import GIB, Choice
 from ppctl.schedule.search.auto_search import choose
-from ppctl.schedule.search.placement_costs import CostsOf
 from ppctl.schedule.tick_lowering import Ticks
 from ppctl.schedule.vocabulary_parallel import with_vocabulary
 from ppctl.user_files import path_of, read_text

@@ -21,6 +21,8 @@ from ppctl.model.random_keys import key_of_seed, names_key, without_key, wrapped
 
 Tree = Any  # a pytree of arrays
 Layers = Callable[..., jax.Array] | tuple[Callable[..., jax.Array], ...]
+# end of the names of Pallas kernels that add their sum to their last operand
+ADDS_TO_LAST = "_adds_to_last"
 NO_DECAY = ("scale", "bias")  # last names of parameters without weight decay: norms and biases
 
 

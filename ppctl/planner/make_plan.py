@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
-from typing import Any, Self
+from typing import Any
 
 import jax
 
@@ -18,67 +18,15 @@ from ppctl.model.experts.dispatch import Group, num_rows
 from ppctl.model.experts.expert_layer import expert_group
 from ppctl.planner.cost.planned_step import Machine
 from ppctl.planner.cost.predict_step import PipelinePlan, predict_job, step_of, target_of
+from ppctl.planner.cost.request_text import RequestText, out_of_memory
 from ppctl.planner.cost.target_devices import Target
-from ppctl.planner.rehearsal.timed_runs import out_of_memory
-from ppctl.planner.search.token_budget import TokenBudget, check_tokens, token_budget
+from ppctl.planner.cost.token_budget import TokenBudget, check_tokens, token_budget
 from ppctl.reports.bubble_names import shared_cores_text
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.mesh_axes import STAGE_AXES
 from ppctl.training.pipeline.built_in_models import attention_kernels, expert_kernel, expert_sizes
 from ppctl.training.pipeline.job import TrainingJob, unit_of_work
 from ppctl.training.pipeline.mfu import mfu, model_flops
 from ppctl.training.pipeline.pipeline import Pipeline
-
-
-@dataclass(frozen=True)
-class RequestText:
-    """The parts of a request that a plan prints."""
-
-    model: str
-    num_layers: int
-    mesh: str  # text after mesh=
-    axes: str  # axes with their sizes
-    stage_axes: tuple[str, ...]  # axes that divide stages
-    num_microbatches: int
-    executor: str
-    dtype: str  # compute dtype
-    batch_size: int  # examples a step
-    seq_len: int | None  # tokens an example; None: the data are not text
-
-    @property
-    def title(self) -> str:
-        return f"{self.model} of {self.num_layers} layers, mesh {self.mesh}"
-
-    @classmethod
-    def of(cls, job: TrainingJob) -> Self:
-        model, mesh = job.config.model, job.config.mesh
-        return cls(
-            model.name,
-            job.pipe.stack.num_layers,
-            mesh.text,
-            mesh.axes_text,
-            tuple(mesh.sizes.shown(STAGE_AXES)),
-            job.config.schedule.num_microbatches,
-            job.config.executor.name,
-            str(job.pipe.dtype),
-            job.data.batch_size,
-            None if job.data.vocab_size is None else job.pipe.batch_shapes["inputs"].shape[1],
-        )
-
-    @property
-    def sizes(self) -> str:
-        """Return the compute dtype, the batch and its sequence length as text."""
-        return sizes_text(self.dtype, self.batch_size, self.seq_len)
-
-
-def sizes_text(dtype: str, batch_size: int, seq_len: int | None) -> str:
-    """Return the compute dtype, the batch and its sequence length as text.
-
-    >>> sizes_text("bfloat16", 128, 2048)
-    'bfloat16 compute, batch of 128 sequences of 2,048 tokens'
-    """
-    of_what = "rows" if seq_len is None else f"sequences of {seq_len:,} tokens"
-    return f"{dtype} compute, batch of {batch_size:,} {of_what}"
 
 
 @dataclass(frozen=True)

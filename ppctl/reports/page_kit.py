@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ppctl.reports.charts.palette import MARKS, SIGNS, line_style
 from ppctl.reports.foreign_files import printable
+from ppctl.reports.palette import MARKS, SIGNS, line_style
 from ppctl.reports.terminal_output import SPEEDS, loss_column, seconds_column, size_text
 
 YES, NO, UNKNOWN = ("yes", "&#10003;"), ("no", "&#10007;"), ("maybe", "?")  # colour, mark

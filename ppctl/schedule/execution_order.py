@@ -8,14 +8,16 @@ ticks, `free_running` slows ranks down, and in `ChoosingRanks` ranks choose thei
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import WRITES, Kind, Schedule, Task, writes
-from ppctl.schedule.search.placement_costs import Ledger
+from ppctl.schedule.placement_costs import Ledger
 
 NEVER = float("inf")
 Orders = list[list[int]]  # task numbers of each rank, in program order
@@ -180,3 +182,55 @@ class Jobs:
         """Return the schedule of these orders."""
         ranks = tuple(tuple(self.tasks[task] for task in order) for order in orders)
         return replace(self.schedule, name=name, ranks=ranks)
+
+
+class ChoosingRanks:
+    """Simulated free-running ranks. A function, passed to `run`, chooses each rank's next task."""
+
+    def __init__(self, jobs: Jobs):
+        self.jobs = jobs
+        self.written_s = [NEVER] * jobs.num_values
+        # ranks that wait for each unwritten value, with the seconds of its transfer
+        self.waiting = defaultdict[int, dict[int, float]](dict)
+
+    def ready_s(self, task: int) -> float:
+        """Return the time in seconds when a task can start; NEVER if a value is unwritten."""
+        latest_s, m = 0.0, self.jobs.microbatch[task]
+        for base, hop_s in self.jobs.needs[task]:
+            arrives_s = self.written_s[base + m] + hop_s
+            if arrives_s == NEVER:
+                self.waiting[base + m][self.jobs.rank[task]] = hop_s
+                return NEVER
+            if arrives_s > latest_s:
+                latest_s = arrives_s
+        return latest_s
+
+    def run(self, choose: Callable[[int, float], tuple[int | None, float]]) -> Orders | None:
+        """Run all tasks and return the orders of the ranks; None if ranks get stuck.
+
+        choose(rank, now_s) returns (task to run on the free rank, now_s), or (None, time of the
+        next call in seconds). It is also called when a value that the rank waits for arrives.
+        """
+        jobs, left = self.jobs, len(self.jobs.tasks)
+        done: Orders = [[] for _ in range(jobs.num_ranks)]
+        free_s = [0.0] * jobs.num_ranks
+        wake = [(0.0, rank) for rank in range(jobs.num_ranks)]
+        while wake:
+            now_s, rank = heappop(wake)
+            if free_s[rank] > now_s:
+                continue
+            task, later_s = choose(rank, now_s)
+            if task is None:
+                if later_s < NEVER:
+                    heappush(wake, (later_s, rank))
+                continue
+            free_s[rank] = end_s = now_s + jobs.seconds[task]
+            heappush(wake, (end_s, rank))
+            for base in jobs.makes[task]:
+                value = base + jobs.microbatch[task]
+                self.written_s[value] = end_s
+                for reader, hop_s in self.waiting.pop(value, {}).items():
+                    heappush(wake, (end_s + hop_s, reader))
+            done[rank].append(task)
+            left -= 1
+        return None if left else done

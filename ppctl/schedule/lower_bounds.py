@@ -10,7 +10,7 @@ import math
 
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule
-from ppctl.schedule.search.placement_costs import Ledger
+from ppctl.schedule.placement_costs import Ledger
 
 
 def period_bound_s(schedule: Schedule, costs: Costs) -> float:

@@ -15,7 +15,7 @@ from ppctl.schedule.costs import Costs
 from ppctl.schedule.execution_order import Jobs
 from ppctl.schedule.ir import ALL_KINDS, Schedule, Task, Value, writes
 from ppctl.schedule.lockstep_ticks import tick_phases
-from ppctl.schedule.search.placement_costs import Placed, peak_activations
+from ppctl.schedule.placement_costs import Placed, peak_activations
 from ppctl.schedule.tick_lowering import Ticks
 from ppctl.schedule.validation import check_order, check_places
 

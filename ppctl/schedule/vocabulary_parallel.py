@@ -12,9 +12,8 @@ from math import inf
 
 from ppctl.errors import ScheduleError, setting
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.execution_order import Jobs
+from ppctl.schedule.execution_order import ChoosingRanks, Jobs
 from ppctl.schedule.ir import Kind, Schedule, Task
-from ppctl.schedule.search.choosing_ranks import ChoosingRanks
 from ppctl.schedule.validation import validate
 
 DELAYS = (0, 1, 2)  # microbatches; 1 hides the wait of T for S, 2 also that of B for T

@@ -13,7 +13,7 @@ from ppctl import config
 from ppctl.cli.commands import bench, verify
 from ppctl.config.groups.moe_settings import Experts
 from ppctl.training.pipeline import job
-from ppctl.training.pipeline.unpipelined import verification
+from ppctl.training.verification import verification
 
 TINY = config.Config(
     model=config.MLP(num_layers=5, d_model=8),

@@ -18,7 +18,7 @@ from ppctl.training.pipeline import optimizers as optim
 from ppctl.training.pipeline.engines import update_programs
 from ppctl.training.pipeline.engines.one_program import OneProgram
 from ppctl.training.pipeline.engines.post_validation import PostValidated
-from ppctl.training.pipeline.unpipelined import verification
+from ppctl.training.verification import verification
 
 SPMD = config.Config(
     model=config.MLP(num_layers=3, d_model=4),

@@ -17,7 +17,7 @@ from ppctl.executors.mpmd.dispatch_plan import last_uses
 from ppctl.executors.mpmd.mpmd_runtime import MOST_STARTED
 from ppctl.schedule.costs import task_costs
 from ppctl.schedule.families.registry import FAMILIES
-from ppctl.schedule.search.placement_costs import peak_activations
+from ppctl.schedule.placement_costs import peak_activations
 from ppctl.schedule.simulator import simulate
 
 COLLECTIVES = re.compile(

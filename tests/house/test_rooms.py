@@ -105,19 +105,36 @@ def test_imports_point_down():
     assert not up, "\n".join(sorted(up))
 
 
-def test_imports_inside_training_point_down():
-    """run/ stands on pipeline/ and checkpoint/, which know nothing of each other."""
-    below = {"run": {"pipeline", "checkpoint"}, "pipeline": set(), "checkpoint": set()}
-    files = [module.split(".") for module in FILES if module.startswith("training.")]
-    assert {folder for _, folder, *_ in files} == {*below}
-    up = [
-        f"{a} -> {b}"
-        for a in (".".join(parts) for parts in files)
-        for b in IMPORTS[a]
-        if room(b) == "training"
-        and b.split(".")[1] not in {a.split(".")[1], *below[a.split(".")[1]]}
-    ]
+PAGE = (ROOT.parent / "docs/architecture.md").read_text()
+SUB_ROOMS = [row.replace("/", ".") for row in re.findall(r"^\| `ppctl/(\w+/[\w/]+)/`", PAGE, re.M)]
+
+
+def paths_to(sub_room):
+    """The files that a sub-room needs, through files of its room too: {file: the imports to it}."""
+    room_of, paths = sub_room.rpartition(".")[0], {}
+    to_visit = [(module, ()) for module in FILES if is_in(module, [sub_room])]
+    while to_visit:
+        module, path = to_visit.pop()
+        for other in IMPORTS[module] - paths.keys():
+            if is_in(other, [room_of]) and not (is_in(other, [sub_room]) and not path):
+                paths[other] = (*path, f"{module} -> {other}")
+                to_visit.append((other, paths[other]))
+    return paths
+
+
+@pytest.mark.parametrize("sub_room", SUB_ROOMS)
+def test_sub_rooms_stand_on_those_below_them_in_the_table(sub_room):
+    """And never on themselves through a file of their room: the table is one order of all."""
+    above = SUB_ROOMS[: SUB_ROOMS.index(sub_room) + 1]
+    above = [each for each in above if each.rpartition(".")[0] == sub_room.rpartition(".")[0]]
+    up = [", ".join(path) for file, path in paths_to(sub_room).items() if is_in(file, above)]
     assert not up, "\n".join(sorted(up))
+
+
+def test_jobs_and_checkpoints_know_nothing_of_each_other():
+    sides = ["training.pipeline"], ["training.checkpoint"]
+    for one, other in (sides, sides[::-1]):
+        assert not [f for f in FILES if is_in(f, one) and any(is_in(g, other) for g in IMPORTS[f])]
 
 
 def test_no_two_files_import_each_other():
@@ -222,8 +239,7 @@ def test_the_test_sees_the_imports():
 
 @pytest.mark.parametrize("setting", ["norm_eps", "attention_softcap", "logit_softcap"])
 def test_the_page_of_the_architecture_names_the_files_of_a_models_setting(setting):
-    text = (ROOT.parent / "docs/architecture.md").read_text()
-    (row,) = re.findall(r"^\| add a setting of the transformer \| (.*)", text, re.MULTILINE)
+    (row,) = re.findall(r"^\| add a setting of the transformer \| (.*)", PAGE, re.MULTILINE)
     named = re.findall(r"`([\w/]+(?:\.py|/))`", row)
     assert all((ROOT / name).exists() for name in named)
     using = [f for f in FILES.values() if re.search(rf"\b{setting}\b", f.read_text())]

@@ -193,7 +193,7 @@ def kernels(function, *shapes):
     jaxpr = flatten(traced.jaxpr).jaxpr
     needed, _ = demand(jaxpr, [True] * len(jaxpr.outvars))
     names = [str(jaxpr.eqns[i].params.get("name")) for i in needed]
-    return names.count("grouped_rows"), names.count("grouped_weights")
+    return names.count("grouped_rows"), names.count("grouped_weights_adds_to_last")
 
 
 @pytest.mark.parametrize("remat", Remat)

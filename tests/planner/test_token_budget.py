@@ -11,7 +11,7 @@ from support.plans import planned
 
 from ppctl import cli, config
 from ppctl.errors import ConfigError
-from ppctl.planner.search.token_budget import token_budget
+from ppctl.planner.cost.token_budget import token_budget
 from ppctl.planner.show.plan_page import plan_page
 from ppctl.training.pipeline.known_hardware import known
 

@@ -25,9 +25,9 @@ from ppctl.reports.charts.image_charts import (
     _gantt,
     image,
 )
-from ppctl.reports.charts.palette import COLOURS, shade
 from ppctl.reports.charts.schedule_drawing import drawing_document
 from ppctl.reports.charts.text_chart import show_gantt
+from ppctl.reports.palette import COLOURS, shade
 from ppctl.schedule.families.registry import FAMILIES
 from ppctl.schedule.ir import Task
 from ppctl.schedule.schedule_text import from_csv, to_csv

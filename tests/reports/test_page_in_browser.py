@@ -29,7 +29,7 @@ from ppctl.reports.charts.html_charts import schedules_page
 from ppctl.reports.run_page.one_run_page import run_page
 from ppctl.reports.run_page.read_run import LOAD
 from ppctl.reports.run_page.recorded_curves import LayerValues
-from ppctl.reports.run_page.write_report import compare_page
+from ppctl.reports.write_report import compare_page
 from ppctl.schedule.simulator import simulate
 from ppctl.training.pipeline.engines.step_memory import PARTS
 from ppctl.training.pipeline.job import assemble

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from ppctl.reports.charts.page_figures import HEIGHT, MOST_LINES, WIDTH, curves_svg, memory_bars
-from ppctl.reports.charts.palette import PARTS
 from ppctl.reports.page_kit import line_legend
+from ppctl.reports.palette import PARTS
 
 
 def groups(drawn, name):
@@ -225,7 +225,7 @@ def test_a_limit_far_beyond_the_axis_is_named():
 def test_matplotlib_is_loaded_by_figures_only():
     code = (
         "import sys; from ppctl.reports import runs_table; from ppctl.reports.charts import "
-        "image_charts, page_figures; from ppctl.reports.run_page import write_report; "
+        "image_charts, page_figures; from ppctl.reports import write_report; "
         "print('matplotlib' in sys.modules, 'numpy' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -13,8 +13,8 @@ from ppctl.schedule.costs import Costs
 from ppctl.schedule.execution_order import Jobs
 from ppctl.schedule.families.stage_placement import loop
 from ppctl.schedule.ir import Schedule
+from ppctl.schedule.placement_costs import peak_activations
 from ppctl.schedule.search.auto_search import choose, published
-from ppctl.schedule.search.placement_costs import peak_activations
 from ppctl.schedule.simulator import simulate
 from ppctl.schedule.tick_lowering import ticks
 from ppctl.schedule.tick_table import why_not

@@ -19,14 +19,8 @@ from ppctl.schedule.ir import Schedule
 from ppctl.schedule.lower_bounds import bound_under_cap_s, makespan_bound_s
 from ppctl.schedule.partition.partition import balanced, explicit, uniform
 from ppctl.schedule.piece_times import FREE, OpTimes, PieceTimes
+from ppctl.schedule.placement_costs import LayerBytes, LayerCosts, Ledger, Placed, peak_activations
 from ppctl.schedule.search.auto_search import choose, published
-from ppctl.schedule.search.placement_costs import (
-    LayerBytes,
-    LayerCosts,
-    Ledger,
-    Placed,
-    peak_activations,
-)
 from ppctl.schedule.simulator import simulate
 from ppctl.schedule.validation import validate
 

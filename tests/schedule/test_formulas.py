@@ -5,7 +5,7 @@ from support.all_families import COSTS, REAL, cases, make
 
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import FAMILIES
-from ppctl.schedule.search.placement_costs import peak_activations
+from ppctl.schedule.placement_costs import peak_activations
 from ppctl.schedule.simulator import simulate
 
 HOPS = [

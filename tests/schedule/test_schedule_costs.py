@@ -14,7 +14,7 @@ from support.sizes import FAMILIES, SIZES, TINY, by_ranks, make, random_programs
 
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import reads, writes
-from ppctl.schedule.search.placement_costs import peak_activations
+from ppctl.schedule.placement_costs import peak_activations
 from ppctl.schedule.simulator import simulate
 
 # without transfers; F < B, F = B, F > B, and numbers that are no integers

@@ -8,9 +8,7 @@ from support.sizes import random_programs
 
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.execution_order import Jobs
-from ppctl.schedule.families.registry import build
-from ppctl.schedule.ir import split_backward
-from ppctl.schedule.search.building_blocks import (
+from ppctl.schedule.families.building_blocks import (
     F_DOWN,
     F_UP,
     I_DOWN,
@@ -22,9 +20,11 @@ from ppctl.schedule.search.building_blocks import (
     steady_excess,
     v_jobs,
 )
-from ppctl.schedule.search.choosing_ranks import _Greedy, fill
+from ppctl.schedule.families.registry import build
+from ppctl.schedule.ir import split_backward
+from ppctl.schedule.placement_costs import Ledger, peak_activations
+from ppctl.schedule.search.greedy_ranks import _Greedy, fill
 from ppctl.schedule.search.hill_climbing import climb
-from ppctl.schedule.search.placement_costs import Ledger, peak_activations
 from ppctl.schedule.simulator import simulate
 from ppctl.schedule.validation import validate
 

@@ -12,7 +12,8 @@ from ppctl.config import Schedule as Plain
 from ppctl.config.schedule_from_config import Planned, pipeline_of
 from ppctl.launch.sweep import sweep_page
 from ppctl.launch.sweep.sweep_jobs import NUMBERS, Job, Result
-from ppctl.planner.make_plan import RequestText, predicted
+from ppctl.planner.cost.request_text import RequestText
+from ppctl.planner.make_plan import predicted
 from ppctl.planner.rehearsal.rehearse_ranks import Rehearsal, RehearsedRank
 from ppctl.planner.show import plan_page
 from ppctl.reports import measured_timeline_file as timeline_io
@@ -21,7 +22,7 @@ from ppctl.reports.charts.schedule_drawing import Drawing
 from ppctl.reports.run_page.one_run_page import run_page
 from ppctl.reports.run_page.read_run import DROPPED, LOAD, RecordedRun, read_run
 from ppctl.reports.run_page.recorded_curves import Curve, LayerValues
-from ppctl.reports.run_page.write_report import compare_page
+from ppctl.reports.write_report import compare_page
 from ppctl.training.pipeline.job import assemble
 
 GIB = 2**30

@@ -8,7 +8,7 @@ from support.networks import widths
 from ppctl.executors.stage.traced_network import TracedNetwork, stack_of
 from ppctl.model.mlp import mlp
 from ppctl.model.stack import init
-from ppctl.training.pipeline.unpipelined.verification import compare_trees, in_layers, of_author
+from ppctl.training.verification.verification import compare_trees, in_layers, of_author
 
 
 def test_arrays_of_a_network_have_the_authors_names():

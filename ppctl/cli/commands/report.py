@@ -44,7 +44,7 @@ def parser() -> Parser:
 def serve(options: Namespace) -> int:
     """Write the page of a run or of several; return the exit code."""
     from ppctl.cli.subcommands.runs_sweep import find_sweep, report_sweep
-    from ppctl.reports.run_page import write_report as report
+    from ppctl.reports import write_report as report
 
     sweep = find_sweep(options.runs[0], [Path(DEFAULT_DIR)]) if len(options.runs) == 1 else None
     if sweep is not None:
@@ -63,8 +63,8 @@ def serve(options: Namespace) -> int:
 
 def write_report_of(run_dir: Path) -> None:
     """Write the report of a run in its directory, unless that would overwrite another file."""
+    from ppctl.reports import write_report as report
     from ppctl.reports.run_files import is_run
-    from ppctl.reports.run_page import write_report as report
     from ppctl.reports.run_page.one_run_page import run_page
 
     if not is_run(run_dir):
@@ -101,7 +101,7 @@ def _pipeline_of(
     from ppctl.config.schedule_from_config import pipeline_of
     from ppctl.reports.charts.html_charts import too_many_tasks
     from ppctl.schedule.costs import Costs, task_costs
-    from ppctl.schedule.search.placement_costs import Placed
+    from ppctl.schedule.placement_costs import Placed
 
     # 1. the settings
     group = lambda part: schema_of(part, recorded[part]["name"])(**recorded[part])  # noqa: E731

@@ -10,14 +10,15 @@ from ppctl.config.schedule_from_config import label
 from ppctl.reports.terminal_output import OutputConsole, show_json, show_lines, show_table
 from ppctl.training.pipeline.job import TrainingJob, assemble, partition_text
 from ppctl.training.pipeline.job_checks import check_job
-from ppctl.training.pipeline.unpipelined.verification import (
+from ppctl.training.run.compilation_cache import keep_compiled
+from ppctl.training.verification.verification import (
     StepComparison,
     TrainingComparison,
     compare_training,
     num_compared_batches,
     plain_model,
 )
-from ppctl.training.pipeline.unpipelined.verify_pipeline import (
+from ppctl.training.verification.verify_pipeline import (
     Leaf,
     Number,
     Verification,
@@ -25,7 +26,6 @@ from ppctl.training.pipeline.unpipelined.verify_pipeline import (
     verify_gradients,
     worst_of,
 )
-from ppctl.training.run.compilation_cache import keep_compiled
 
 assemble_to_verify = partial(assemble, default_dtype="float64")
 GRADIENT = ("gradient", "shape", "norm", "max |reference|", "max |difference|", "error")

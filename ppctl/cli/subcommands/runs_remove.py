@@ -24,10 +24,10 @@ from ppctl.reports.run_files import (
     is_run,
     run_summary,
 )
-from ppctl.reports.run_page.write_report import FILE as REPORT
 from ppctl.reports.run_status import HeldError, held_by, kept_still
 from ppctl.reports.runs_table import few, find_run
 from ppctl.reports.terminal_output import show_json, size_text
+from ppctl.reports.write_report import FILE as REPORT
 
 
 class _Run(NamedTuple):

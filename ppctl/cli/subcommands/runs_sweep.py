@@ -17,8 +17,8 @@ from ppctl.launch.sweep.sweep_records import (
 )
 from ppctl.reports.foreign_files import check_inside, printable
 from ppctl.reports.run_files import RunSummary, is_run, run_summary
-from ppctl.reports.run_page.write_report import place_of
 from ppctl.reports.terminal_output import OutputConsole, show_json, show_lines, write_file
+from ppctl.reports.write_report import place_of
 
 
 def find_sweep(name: str, tops: Sequence[Path]) -> Path | None:

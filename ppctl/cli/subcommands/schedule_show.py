@@ -21,8 +21,8 @@ from ppctl.reports.charts.text_chart import show_gantt, show_schedules_table
 from ppctl.reports.terminal_output import OutputConsole, show_lines, write_file
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import FAMILIES
+from ppctl.schedule.placement_costs import CostsOf, Placed
 from ppctl.schedule.search.auto_choice import GIB
-from ppctl.schedule.search.placement_costs import CostsOf, Placed
 from ppctl.schedule.simulator import simulate
 
 FORMATS = tuple(DRAWN_AS)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from ppctl.model.experts import triton_products
+from ppctl.model.stack import ADDS_TO_LAST
 
 Mask = list[bool]
 Tree = Any
@@ -169,7 +169,7 @@ class Origins:
         eqn = self.made_by[v]
         if eqn.primitive.name == "scatter-add":
             return self.is_zeros(eqn.invars[0])
-        if eqn.params.get("name") == triton_products.ADDS:
+        if str(eqn.params.get("name")).endswith(ADDS_TO_LAST):
             return v.aval.dtype == dtype and self.is_zeros(eqn.invars[-1])
         if not is_scan(eqn) or eqn.outvars.index(v) >= extents(eqn)[1] or v.aval.dtype != dtype:
             return False

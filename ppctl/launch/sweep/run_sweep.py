@@ -29,8 +29,8 @@ from ppctl.launch.sweep.sweep_records import (
     side_by_side_note,
     write_records,
 )
-from ppctl.reports.run_page.write_report import FILE as REPORT
 from ppctl.reports.terminal_output import replace_file, show_json, show_lines
+from ppctl.reports.write_report import FILE as REPORT
 
 if TYPE_CHECKING:
     from ppctl.launch.sweep.submitit_jobs import SubmittedJobs  # needs the extra slurm

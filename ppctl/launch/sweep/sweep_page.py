@@ -17,7 +17,7 @@ from ppctl.reports import bubble_names as bubbles
 from ppctl.reports import page_kit as kit
 from ppctl.reports.charts.page_figures import MOST_LINES, curves_svg
 from ppctl.reports.run_page.one_run_page import MARK
-from ppctl.reports.run_page.write_report import FILE as REPORT
+from ppctl.reports.write_report import FILE as REPORT
 
 SEED = "run.seed"  # jobs that differ only in the seed are repeats
 DRAWN = (*LOSSES, *kit.SPEEDS)

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
+from ppctl.model.stack import ADDS_TO_LAST
+
 TALL, WIDE = 128, 256  # maximum rows and columns of a tile; in `weights` both are at most TALL
-ADDS = "grouped_weights"  # name of the kernel that adds its sum to its last operand
 TOGETHER = 8  # row tiles that run in succession, so that w's columns stay in the cache
 # XLA compiles kernels with equal code once, and their code names the source lines that call them.
 # So layers share the trace of a product of the same sizes.
@@ -195,7 +196,7 @@ def weights(
         input_output_aliases={4: 0},
         compiler_params=_params(limits.num_warps if tall * wide == TALL * TALL else 4, stages),
         interpret=interpret,
-        name=ADDS,
+        name=f"grouped_weights{ADDS_TO_LAST}",
     )
     with limits.target():
         return call(x, y, ends - sizes.astype(jnp.int32), ends, start)

@@ -21,9 +21,9 @@ from ppctl.executors.mpmd.plan_tasks import roles, task_entries
 from ppctl.executors.mpmd.rank_programs import rank_entries, rank_roles
 from ppctl.planner.cost.planned_step import Step
 from ppctl.planner.cost.predict_step import job_costs, step_of, target_of, time_of, timeline_of
+from ppctl.planner.cost.request_text import RequestText, out_of_memory
 from ppctl.planner.cost.roofline import Speed
 from ppctl.planner.cost.step_time import StepTime, exchange_s, op_times
-from ppctl.planner.make_plan import RequestText
 from ppctl.planner.rehearsal.rank_on_device import (
     RankOnDevice,
     RankPart,
@@ -32,7 +32,7 @@ from ppctl.planner.rehearsal.rank_on_device import (
     time_in_ticks,
     time_update,
 )
-from ppctl.planner.rehearsal.timed_runs import examples_of_device, out_of_memory
+from ppctl.planner.rehearsal.timed_runs import examples_of_device
 from ppctl.schedule.costs import OF_PARTS, Costs
 from ppctl.schedule.ir import PART_KINDS, Kind
 from ppctl.schedule.piece_times import OpTimes, PieceTimes

@@ -47,13 +47,6 @@ def run_steps(job: TrainingJob, count: int = STEPS) -> Timing:
     return median(measured[1:])
 
 
-def out_of_memory(error: Exception) -> str | None:
-    """Return the out-of-memory message of a compiler or device; None for other errors."""
-    if "RESOURCE_EXHAUSTED" not in str(error):
-        return None
-    return " ".join(str(error).split("\n")[0].split()).removeprefix("RESOURCE_EXHAUSTED: ")
-
-
 # arrays
 
 

@@ -17,6 +17,7 @@ from ppctl.planner.cost.planned_step import Step
 from ppctl.planner.cost.step_bytes import array_bytes, task_bytes, workspace_bytes
 from ppctl.planner.cost.step_time import StepTime, op_times, step_time
 from ppctl.planner.search.layout_space import Bounds
+from ppctl.schedule import placement_costs
 from ppctl.schedule.costs import OF_STAGES, task_costs
 from ppctl.schedule.families.registry import FAMILIES
 from ppctl.schedule.ir import Schedule
@@ -26,9 +27,8 @@ from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.schedule.partition.cut_layers import divided_evenly as divided
 from ppctl.schedule.partition.partition import explicit
 from ppctl.schedule.piece_times import OpTimes
+from ppctl.schedule.placement_costs import LayerBytes, LayerCosts
 from ppctl.schedule.remat import Remat
-from ppctl.schedule.search import placement_costs
-from ppctl.schedule.search.placement_costs import LayerBytes, LayerCosts
 from ppctl.schedule.tick_lowering import fastest, in_shape, packings
 from ppctl.schedule.vocabulary_parallel import with_parts, with_vocabulary
 

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ppctl.planner.make_plan import sizes_text
+from ppctl.planner.cost.request_text import sizes_text
 from ppctl.planner.search.layout_candidate import Candidate, knobs_of
 from ppctl.planner.search.tune_layouts import Row, Tuned
 from ppctl.planner.search.tuned_recipe import command_of

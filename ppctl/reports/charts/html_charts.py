@@ -7,7 +7,6 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from ppctl.reports.charts.palette import INK, shade
 from ppctl.reports.charts.schedule_drawing import (
     KIND_NAMES,
     Drawing,
@@ -16,6 +15,7 @@ from ppctl.reports.charts.schedule_drawing import (
     reasons,
 )
 from ppctl.reports.page_kit import asset, filled, page, soft, text
+from ppctl.reports.palette import INK, shade
 from ppctl.schedule.ir import ALL_KINDS, MOST_TASKS, PART_KINDS
 
 DIGITS = 7  # digits of the makespan that rounded numbers keep; a wide screen shows four

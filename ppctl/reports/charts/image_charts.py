@@ -8,8 +8,8 @@ from math import ceil, nan
 from typing import Any
 
 from ppctl.errors import ConfigError
-from ppctl.reports.charts.palette import INK, line_style, shade
 from ppctl.reports.charts.schedule_drawing import KIND_NAMES, Drawing, number_text
+from ppctl.reports.palette import INK, line_style, shade
 from ppctl.reports.terminal_output import seconds_text
 from ppctl.schedule.ir import ALL_KINDS, Kind
 

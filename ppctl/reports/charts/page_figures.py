@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from html import escape
 from typing import Any
 
-from ppctl.reports.charts.palette import LINES, PARTS, line_style
 from ppctl.reports.page_kit import text
+from ppctl.reports.palette import LINES, PARTS, line_style
 from ppctl.reports.terminal_output import size_text
 
 WIDTH, HEIGHT = 460, 300  # svg units, each about a pixel

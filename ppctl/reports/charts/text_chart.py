@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from ppctl.reports.charts.palette import INK, shade
 from ppctl.reports.charts.schedule_drawing import KIND_NAMES, Drawing, number_text, reasons
+from ppctl.reports.palette import INK, shade
 from ppctl.reports.terminal_output import seconds_text, show_lines, show_table
 from ppctl.schedule.ir import Task
 

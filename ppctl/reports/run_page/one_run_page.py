@@ -12,8 +12,8 @@ from ppctl.reports import measured_timeline_file as timelines
 from ppctl.reports import page_kit as kit
 from ppctl.reports.charts.html_charts import charts_html, too_many_tasks
 from ppctl.reports.charts.page_figures import curves_svg, heat_svg, memory_bars
-from ppctl.reports.charts.palette import PARTS
 from ppctl.reports.charts.schedule_drawing import Drawing, number_text
+from ppctl.reports.palette import PARTS
 from ppctl.reports.recorded_settings import setting_text
 from ppctl.reports.run_files import RUNNING, record_number, setting_changes, tracker_commands
 from ppctl.reports.run_page.read_run import DROPPED, LOAD, RecordedRun, versions_of

@@ -1,7 +1,7 @@
+from ppctl.schedule.families.building_blocks import repeated, squeezed
 from ppctl.schedule.families.family import Family
 from ppctl.schedule.families.formulas import only_if
 from ppctl.schedule.ir import Schedule
-from ppctl.schedule.search.building_blocks import repeated, squeezed
 
 
 def v_half(num_ranks: int, num_microbatches: int) -> Schedule:

@@ -1,3 +1,4 @@
+from ppctl.schedule.families.building_blocks import squeezed
 from ppctl.schedule.families.family import Family, each_num_chunks
 from ppctl.schedule.families.formulas import (
     forward_trip_s,
@@ -10,7 +11,6 @@ from ppctl.schedule.families.formulas import (
 from ppctl.schedule.families.interleaved import alternating
 from ppctl.schedule.families.stage_placement import RankProgram, v_shape
 from ppctl.schedule.ir import Kind, Schedule, Task
-from ppctl.schedule.search.building_blocks import squeezed
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:

@@ -15,7 +15,7 @@ from ppctl.executors.parameter_bytes import param_bytes
 from ppctl.executors.spmd.spmd_program import spmd_bytes, waiting_bytes
 from ppctl.schedule.partition.partition import Partition
 from ppctl.schedule.piece_times import OpTimes, PieceTimes
-from ppctl.schedule.search.placement_costs import LayerBytes, LayerCosts
+from ppctl.schedule.placement_costs import LayerBytes, LayerCosts
 from ppctl.schedule.tick_lowering import Ticks
 from ppctl.training.pipeline.engines.train_states import States
 from ppctl.training.pipeline.pipeline import Pipeline

@@ -27,9 +27,9 @@ from ppctl.model.stack import Stack
 from ppctl.schedule.costs import task_costs
 from ppctl.schedule.families.registry import BASELINE, build
 from ppctl.schedule.partition.partition import Partition, explicit, stages_text, uniform
+from ppctl.schedule.placement_costs import Placed
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.search.auto_choice import Choice
-from ppctl.schedule.search.placement_costs import Placed
 from ppctl.training.pipeline import known_hardware as hardware_of
 from ppctl.training.pipeline.auto_schedule import ModelCosts
 from ppctl.training.pipeline.build_pipeline import pipeline

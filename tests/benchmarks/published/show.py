@@ -14,7 +14,7 @@ from rich.console import Console
 
 from benchmarks.published.compare import Compared, memory_lines, summary
 from benchmarks.published.constants import FITTED, Constants
-from ppctl.reports.charts.palette import line_style
+from ppctl.reports.palette import line_style
 from ppctl.reports.terminal_output import show_table
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"

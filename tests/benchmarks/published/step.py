@@ -26,8 +26,8 @@ from ppctl.schedule.families.registry import BASELINE, FAMILIES
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.mesh_axes import COPY_AXES, MeshSizes
 from ppctl.schedule.piece_times import OpTimes, PieceTimes, costs_of_stages
+from ppctl.schedule.placement_costs import peak_activations
 from ppctl.schedule.remat import Remat
-from ppctl.schedule.search.placement_costs import peak_activations
 
 FLOAT32 = 4
 # of the optimizer, a parameter: gradient, weight, moments read, three written, a norm, a copy

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from benchmarks.scaling.measure import Measured
 from benchmarks.scaling.rows import Row
-from ppctl.reports.charts.palette import LINES, MARKS, PARTS
+from ppctl.reports.palette import LINES, MARKS, PARTS
 from ppctl.reports.terminal_output import show_table
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"

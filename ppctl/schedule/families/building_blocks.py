@@ -12,11 +12,10 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, permutations
 
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.execution_order import NEVER, Jobs, Orders
+from ppctl.schedule.execution_order import NEVER, ChoosingRanks, Jobs, Orders
 from ppctl.schedule.families.stage_placement import v_shape
 from ppctl.schedule.ir import Kind, Schedule, Task
-from ppctl.schedule.search.choosing_ranks import ChoosingRanks
-from ppctl.schedule.search.placement_costs import Ledger
+from ppctl.schedule.placement_costs import Ledger
 
 PERIOD = 6  # ticks of a microbatch on every rank: F, I and W of two chunks
 # lines of a rank's pattern, in the order of a microbatch: F and I of the rank's two stages, where

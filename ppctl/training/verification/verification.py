@@ -23,18 +23,18 @@ from ppctl.model.layer_reports import with_updated, without_counted
 from ppctl.model.trainable_parameters import trained_part, with_trained
 from ppctl.training.pipeline.job import TrainingJob, evaluate
 from ppctl.training.pipeline.named_optimizers import make_optimizer
-from ppctl.training.pipeline.unpipelined.verify_pipeline import (
+from ppctl.training.pipeline.unpipelined.whole_model import (
+    initial_params,
+    of_author,
+    plain_functions,
+)
+from ppctl.training.verification.verify_pipeline import (
     Leaf,
     Number,
     compare_trees,
     compared,
     in_layers,
     rounding_of,
-)
-from ppctl.training.pipeline.unpipelined.whole_model import (
-    initial_params,
-    of_author,
-    plain_functions,
 )
 
 Tree = Any

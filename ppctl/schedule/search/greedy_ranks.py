@@ -1,68 +1,12 @@
-"""Simulated ranks that choose their next tasks, and greedy list scheduling with them.
+"""Greedy list scheduling: ranks run a later task while the next one in their order waits.
 
 A greedy run reorders a schedule at given costs and under a memory cap. Each rank follows its order;
 if its next task has to wait, it runs a later task that is ready, if memory allows.
 """
 
-from collections import defaultdict
-from collections.abc import Callable
-from heapq import heappop, heappush
-
-from ppctl.schedule.execution_order import NEVER, Jobs, Orders
+from ppctl.schedule.execution_order import NEVER, ChoosingRanks, Jobs, Orders
 
 WINDOW = 48  # next tasks that a greedy rank searches for a ready one
-
-
-class ChoosingRanks:
-    """Simulated free-running ranks. A function, passed to `run`, chooses each rank's next task."""
-
-    def __init__(self, jobs: Jobs):
-        self.jobs = jobs
-        self.written_s = [NEVER] * jobs.num_values
-        # ranks that wait for each unwritten value, with the seconds of its transfer
-        self.waiting = defaultdict[int, dict[int, float]](dict)
-
-    def ready_s(self, task: int) -> float:
-        """Return the time in seconds when a task can start; NEVER if a value is unwritten."""
-        latest_s, m = 0.0, self.jobs.microbatch[task]
-        for base, hop_s in self.jobs.needs[task]:
-            arrives_s = self.written_s[base + m] + hop_s
-            if arrives_s == NEVER:
-                self.waiting[base + m][self.jobs.rank[task]] = hop_s
-                return NEVER
-            if arrives_s > latest_s:
-                latest_s = arrives_s
-        return latest_s
-
-    def run(self, choose: Callable[[int, float], tuple[int | None, float]]) -> Orders | None:
-        """Run all tasks and return the orders of the ranks; None if ranks get stuck.
-
-        choose(rank, now_s) returns (task to run on the free rank, now_s), or (None, time of the
-        next call in seconds). It is also called when a value that the rank waits for arrives.
-        """
-        jobs, left = self.jobs, len(self.jobs.tasks)
-        done: Orders = [[] for _ in range(jobs.num_ranks)]
-        free_s = [0.0] * jobs.num_ranks
-        wake = [(0.0, rank) for rank in range(jobs.num_ranks)]
-        while wake:
-            now_s, rank = heappop(wake)
-            if free_s[rank] > now_s:
-                continue
-            task, later_s = choose(rank, now_s)
-            if task is None:
-                if later_s < NEVER:
-                    heappush(wake, (later_s, rank))
-                continue
-            free_s[rank] = end_s = now_s + jobs.seconds[task]
-            heappush(wake, (end_s, rank))
-            for base in jobs.makes[task]:
-                value = base + jobs.microbatch[task]
-                self.written_s[value] = end_s
-                for reader, hop_s in self.waiting.pop(value, {}).items():
-                    heappush(wake, (end_s + hop_s, reader))
-            done[rank].append(task)
-            left -= 1
-        return None if left else done
 
 
 def fill(
