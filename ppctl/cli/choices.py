@@ -29,6 +29,7 @@ from ppctl.schedule.mesh_axes import AXES, TEXT_AXES
 PLAIN = {cls.__name__.lower(): cls for cls in (Run, Launch, Verify, Plan, Tune, Inspect, Costs)}
 # parts of the config with several options, chosen by name
 PARTS = tuple(f.name for f in dataclasses.fields(Config) if f.name not in PLAIN)
+DESCRIPTIONS = tuple(f.name for f in dataclasses.fields(Config) if "describes" in f.metadata)
 GROUPS = (*PARTS, "recipes")
 DRAWN = ("mesh", "schedule", "costs")  # parts that `ppctl schedule` reads
 MESH_TEXT = f"DPxPP, DPxPPxFSDP or {'x'.join(map(str.upper, TEXT_AXES))}"
@@ -52,6 +53,7 @@ class Setting(NamedTuple):
     key: str
     default: object
     about: str  # help text: the field's comment in config/, or its metadata
+    describes: bool = False  # a published model, a chip or assumed costs: `DESCRIPTION`
 
 
 def options(group: str) -> list[str]:
@@ -94,10 +96,10 @@ def schema_of(group: str, option: str) -> type:
     return schemas()[re.findall(r"/schema_(\w+)@_here_", text)[0]]
 
 
-def settings_of(prefix: str, cls: type) -> dict[str, Setting]:
+def settings_of(prefix: str, cls: type, *, describes: bool = False) -> dict[str, Setting]:
     """Return the settings of a part of the config by key, nested ones included.
 
-    `name` is left out: PART=OPTION sets it.
+    `name` is left out: PART=OPTION sets it. describes: whether all settings are descriptions.
 
     >>> settings_of("mesh", Mesh)["mesh.pp"].default
     1
@@ -105,16 +107,17 @@ def settings_of(prefix: str, cls: type) -> dict[str, Setting]:
     found: dict[str, Setting] = {}
     comments = _comments(cls)
     hints = typing.get_type_hints(cls)
+    describes = describes or prefix in DESCRIPTIONS
     for field in dataclasses.fields(cls):
-        key = f"{prefix}.{field.name}"
+        key, is_marked = f"{prefix}.{field.name}", describes or "describes" in field.metadata
         if dataclasses.is_dataclass(hints[field.name]):
-            found |= settings_of(key, hints[field.name])
+            found |= settings_of(key, hints[field.name], describes=is_marked)
         elif field.name != "name" or cls is Run:
             made = field.default_factory
             default = field.default if made is dataclasses.MISSING else made()
             default = REQUIRED if default is dataclasses.MISSING else default
             about = field.metadata.get("about") or comments.get(field.name, "")
-            found[key] = Setting(key, default, about)
+            found[key] = Setting(key, default, about, is_marked)
     return found
 
 

@@ -233,6 +233,8 @@ def composed_parser(command: str) -> Parser:
     )
     about = "look for groups and recipes in DIR too (DIR/recipes/x.yaml is recipes=x)"
     parser.add_argument("-cd", "--config-dir", metavar="DIR", help=about)
+    about = "with --help GROUP: the settings that describe models, chips and assumed costs, too"
+    parser.add_argument("--all", action="store_true", help=about)
     return parser
 
 
@@ -241,6 +243,8 @@ def parse(command: str, words: list[str]) -> argparse.Namespace:
     options = composed_parser(command).read(words)
     if options.cfg and options.multirun:
         raise ConfigError("--cfg and --multirun exclude each other.")
+    if options.all and not (options.help and options.overrides):
+        raise ConfigError("--all shows all settings of a group. Use it with --help GROUP.")
     return options
 
 
@@ -254,10 +258,13 @@ def overview() -> str:
     return OVERVIEW.format(commands=commands, examples=first)
 
 
-def command_help(command: str, words: Sequence[str]) -> str:
-    """Return the help of a command, or the settings of the parts in `words` (run, model=mlp)."""
+def command_help(command: str, words: Sequence[str], *, shows_all: bool = False) -> str:
+    """Return the help of a command, or the settings of the parts in `words` (run, model=mlp).
+
+    shows_all: include the settings marked as a `DESCRIPTION`.
+    """
     if words:
-        return "\n\n".join(_part_help(word) for word in words)
+        return "\n\n".join(_part_help(command, word, shows_all) for word in words)
     known = choices.all_settings()
     groups = [f"  {g:9} {_options_text(g)}" for g in choices.GROUPS if _is_for(command, g)]
     settings = setting_table([known[key] for key in MOST_USED if _is_for(command, key)])
@@ -288,8 +295,9 @@ def _options_text(group: str) -> str:
     return " | ".join(options(group))
 
 
-def _part_help(word: str) -> str:
+def _part_help(command: str, word: str, shows_all: bool) -> str:
     """Return the help of a part: all its options' settings, or one option's for PART=OPTION."""
+    see = None if shows_all else f"ppctl {command} --help {word} --all"
     # 1. the part, and its options
     key, _, option = word.replace("hydra/", "hydra.").partition("=")
     parts = (*PARTS, *PLAIN, *SWEEP_PARTS)
@@ -298,7 +306,7 @@ def _part_help(word: str) -> str:
         raise ConfigError(f"{key} is not a part with settings.{choices.did_you_mean(key, parts)}")
     if part in PLAIN:
         cls = PLAIN[part]
-        return f"{part}: {cls.__doc__}\n{setting_table(settings_of(part, cls).values())}"
+        return f"{part}: {cls.__doc__}\n{_settings_text(part, cls, see)}"
     names = [option or default_option(part)] if option or part == "mesh" else options(part)
     if part != "mesh" and not set(names) <= set(options(part)):
         raise ConfigError(choices.wrong_option(part, option, options(part)))
@@ -309,9 +317,20 @@ def _part_help(word: str) -> str:
     group = part.replace(".", "/")
     return "\n\n".join(
         _wrapped(f"{group}={', '.join(same)}: {cls.__doc__}", 4)
-        + f"\n{setting_table(settings_of(part, cls).values())}"
+        + f"\n{_settings_text(part, cls, see)}"
         for cls, same in alike.items()
     )
+
+
+def _settings_text(part: str, cls: type, see: str | None) -> str:
+    """Return the table of a part's settings. see: command that shows those left out; None: all."""
+    settings = [*settings_of(part, cls).values()]
+    shown_ones = [each for each in settings if see is None or not each.describes]
+    table, hidden = setting_table(shown_ones), len(settings) - len(shown_ones)
+    if not hidden:
+        return table
+    those = "settings describe models, chips or assumed costs"
+    return f"{table}\n  {hidden} more {those}: {see}".lstrip("\n")
 
 
 def setting_table(settings: Iterable[choices.Setting]) -> str:

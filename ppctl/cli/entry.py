@@ -199,7 +199,7 @@ def _serve_composed(command: str, options: Namespace) -> int:
     """Compose and check a config; run the command in this process, in several or as a sweep."""
     # 1. requests without a config
     if options.help:
-        print(command_help(command, options.overrides))
+        print(command_help(command, options.overrides, shows_all=options.all))
         return 0
     if options.config_dir is not None and not Path(options.config_dir).is_dir():
         raise ConfigError(f"--config-dir {options.config_dir}: there is no such directory.")

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
+from ppctl.config.field_checks import DESCRIPTION
 from ppctl.config.groups.command_settings import Inspect, Launch, Plan, Tune, Verify
 from ppctl.config.groups.data_settings import (
     AnyData,
@@ -80,14 +81,14 @@ class Config:
     executor: AnyExecutor = field(default_factory=Spmd)
     optim: AnyOptim = field(default_factory=AdamW)
     data: AnyData = field(default_factory=Stdlib)
-    hardware: AutoHardware | Hardware = field(default_factory=AutoHardware)
+    hardware: AutoHardware | Hardware = field(default_factory=AutoHardware, metadata=DESCRIPTION)
     run: Run = field(default_factory=Run)
     launch: Launch = field(default_factory=Launch)
     verify: Verify = field(default_factory=Verify)
     plan: Plan = field(default_factory=Plan)
     tune: Tune = field(default_factory=Tune)
     inspect: Inspect = field(default_factory=Inspect)
-    costs: Costs = field(default_factory=Costs)
+    costs: Costs = field(default_factory=Costs, metadata=DESCRIPTION)
 
 
 class ScheduleConfig(NamedTuple):

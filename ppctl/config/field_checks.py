@@ -96,6 +96,10 @@ def paths_in(hint: Any, name: str) -> Iterator[tuple[str, str | None]]:
         yield from paths_in(each, name)
 
 
+# metadata of fields that describe a published model, a chip or assumed costs: only
+# `--help PART --all` shows them, and those in a class of settings that such a field holds
+DESCRIPTION = {"describes": True}
+
 SomePath = Annotated[str, PathCheck()]  # a file or directory
 Count = Annotated[int, partial(at_least, least=1)]  # 1, 2, ...
 Natural = Annotated[int, partial(at_least, least=0)]  # 0, 1, ...

@@ -34,6 +34,7 @@ FAULTS = [
     ("train --cfg everything", "argument --cfg: invalid choice: 'everything'"),
     ("train --cfg job --multirun", "--cfg and --multirun exclude each other"),
     ("train --config-dir nowhere", "--config-dir nowhere: there is no such directory"),
+    ("train mesh=1x2 --all", "--all shows all settings of a group. Use it with --help GROUP"),
     ("train --help modle", "modle is not a part with settings. Did you mean model"),
     ("train --help model=ml", "model=ml is not an option of model. Did you mean model=mlp"),
     (

@@ -64,6 +64,25 @@ def test_help_of_parts_shows_all_their_settings(capsys):
     assert "swiglu" not in out
 
 
+def test_descriptions_of_models_chips_and_costs_are_shown_on_request(capsys):
+    words = ["train", "--help", "model=transformer", "hardware=h100", "costs"]
+    assert cli.main(words) == 0
+    few = capsys.readouterr().out
+    assert cli.main([*words, "--all"]) == 0
+    every = capsys.readouterr().out
+    for key in ("model.rope.theta", "model.window", "hardware.peak_flops", "costs.forward_s"):
+        assert key not in few
+        assert key in every
+    for part in words[2:]:
+        more = f"more settings describe models, chips or assumed costs: ppctl train --help {part} --all"
+        number = int(re.search(rf"(\d+) {re.escape(more)}", few)[1])
+        key = part.partition("=")[0]
+        numbers = [len(re.findall(rf"^  {key}\.", out, re.MULTILINE)) for out in (few, every)]
+        assert numbers[1] - numbers[0] == number > 0
+    assert "model.d_model" in few
+    assert "model.moe.capacity" in few
+
+
 def test_the_settings_of_the_help_are_explained():
     plain = ("run.name",)
     assert [key for key in MOST_USED if not all_settings()[key].about] == list(plain)

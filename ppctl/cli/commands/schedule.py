@@ -34,7 +34,8 @@ NOTES = "\n".join(
     [
         *(f"  {name:8} {about}" for name, about in SUBCOMMANDS.items()),
         "\nGroups: mesh, schedule, costs, recipes. Only these parts of a recipe are read.",
-        "`ppctl schedule list` shows every schedule, `ppctl train --help schedule costs` settings.",
+        "`ppctl schedule list` shows every schedule, `ppctl train --help schedule costs --all` the "
+        "settings.",
     ]
 )
 FORMAT = (

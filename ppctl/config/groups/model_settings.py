@@ -8,6 +8,7 @@ from itertools import cycle, islice
 from typing import Annotated, Any, ClassVar, NamedTuple, cast
 
 from ppctl.config.field_checks import (
+    DESCRIPTION,
     Count,
     Positive,
     Rate,
@@ -196,19 +197,23 @@ class Transformer(Layered):
     seq_len: SeqLen = 128  # tokens per sequence
     tied: bool = False  # head shares the embedding's weights
     # norms, biases, scaled embedding: llama | qwen2 | qwen3 | glm4p5 | olmoe | gemma2 | gemma3
-    family: Annotated[str, one_of(*FAMILIES)] = "llama"
-    norm_eps: Positive = 1e-6  # added to the mean square in a norm
+    family: Annotated[str, one_of(*FAMILIES)] = field(default="llama", metadata=DESCRIPTION)
+    # added to the mean square in a norm
+    norm_eps: Positive = field(default=1e-6, metadata=DESCRIPTION)
     # scores are divided by its square root; None: head_dim
-    query_pre_attn_scalar: Positive | None = None
-    attention_softcap: Positive | None = None  # scores become cap*tanh(score/cap)
-    logit_softcap: Positive | None = None  # logits become cap*tanh(logit/cap)
+    query_pre_attn_scalar: Positive | None = field(default=None, metadata=DESCRIPTION)
+    # scores become cap*tanh(score/cap)
+    attention_softcap: Positive | None = field(default=None, metadata=DESCRIPTION)
+    # logits become cap*tanh(logit/cap)
+    logit_softcap: Positive | None = field(default=None, metadata=DESCRIPTION)
     # last tokens that a token attends to, itself included; None: all before it
-    window: Count | None = None
-    window_pattern: str = "W"  # cycle of layers with the window (W) and without (F): WWWWWF
+    window: Count | None = field(default=None, metadata=DESCRIPTION)
+    # cycle of layers with the window (W) and without (F): WWWWWF
+    window_pattern: str = field(default="W", metadata=DESCRIPTION)
     dropout: Rate = 0.0  # rate of dropped entries of both branches of a block, in training
     # products of the blocks' linear maps: fp8, scaled by token; None: run.dtype
     linear_dtype: Annotated[str, one_of("fp8")] | None = None
-    rope: Rope = field(default_factory=Rope)
+    rope: Rope = field(default_factory=Rope, metadata=DESCRIPTION)
     moe: Experts = field(default_factory=Experts)
     # kernel: auto (by device, dtype and seq_len) | xla | chunked | cudnn | pallas
     attention: Annotated[str, one_of(*ATTENTIONS)] = "auto"

@@ -1,10 +1,19 @@
 """The experts of a transformer: sizes, router, balance, and how tokens reach them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated
 
-from ppctl.config.field_checks import Count, Natural, NotNegative, Positive, at_least, one_of, up_to
+from ppctl.config.field_checks import (
+    DESCRIPTION,
+    Count,
+    Natural,
+    NotNegative,
+    Positive,
+    at_least,
+    one_of,
+    up_to,
+)
 from ppctl.errors import ConfigError
 
 SCORES = ("softmax", "softmax_chosen", "sigmoid")
@@ -25,20 +34,26 @@ class Experts:
     top_k: Count = 2  # experts of a token
     width: Count | None = None  # hidden width of an expert; None: model.mlp_width
     # weights of experts: softmax over all | softmax_chosen (over the chosen) | sigmoid
-    score: Annotated[str, one_of(*SCORES)] = "softmax"
-    normalize: bool = True  # divide a token's weights by their sum
-    scale: Positive = 1.0  # factor of the experts' weights
+    score: Annotated[str, one_of(*SCORES)] = field(default="softmax", metadata=DESCRIPTION)
+    # divide a token's weights by their sum
+    normalize: bool = field(default=True, metadata=DESCRIPTION)
+    scale: Positive = field(default=1.0, metadata=DESCRIPTION)  # factor of the experts' weights
     # add a bias to the scores for choosing experts, not to weights; only bias_update changes it
-    choice_bias: bool = False
-    num_groups: Count = 1  # groups of experts, of equal size
-    top_groups: Count = 1  # groups per token; its experts are in these groups
+    choice_bias: bool = field(default=False, metadata=DESCRIPTION)
+    # groups of experts, of equal size
+    num_groups: Count = field(default=1, metadata=DESCRIPTION)
+    # groups per token; its experts are in these groups
+    top_groups: Count = field(default=1, metadata=DESCRIPTION)
     # score of a group: its best expert's (max) | the sum of its two best experts' (top2)
-    group_score: Annotated[str, one_of(*GROUP_SCORES)] = "max"
+    group_score: Annotated[str, one_of(*GROUP_SCORES)] = field(default="max", metadata=DESCRIPTION)
     # hidden width of a shared expert, applied to all tokens; None: no shared expert
-    shared_width: Count | None = None
-    shared_gate: bool = False  # multiply the shared expert's output by sigmoid(x w)
-    first_dense: Natural = 0  # first layers with an MLP instead of experts
-    period: Count = 1  # every period-th layer has experts, counted from 1
+    shared_width: Count | None = field(default=None, metadata=DESCRIPTION)
+    # multiply the shared expert's output by sigmoid(x w)
+    shared_gate: bool = field(default=False, metadata=DESCRIPTION)
+    # first layers with an MLP instead of experts
+    first_dense: Natural = field(default=0, metadata=DESCRIPTION)
+    # every period-th layer has experts, counted from 1
+    period: Count = field(default=1, metadata=DESCRIPTION)
     balance_loss: NotNegative = 0.0  # weight of each sequence's balance loss (DeepSeek-V3)
     z_loss: NotNegative = 0.0  # weight of the squared log-sum of router logits (ST-MoE)
     bias_update: NotNegative = 0.0  # step of the choice bias towards less loaded experts
