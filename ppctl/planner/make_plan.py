@@ -14,9 +14,9 @@ from ppctl.config import Transformer
 from ppctl.config.groups.moe_settings import Experts
 from ppctl.config.schedule_from_config import label
 from ppctl.executors.device_mesh import hosts_text
+from ppctl.executors.work.planned_step import Machine
 from ppctl.model.experts.dispatch import Group, num_rows
 from ppctl.model.experts.expert_layer import expert_group
-from ppctl.planner.cost.planned_step import Machine
 from ppctl.planner.cost.predict_step import PipelinePlan, predict_job, step_of, target_of
 from ppctl.planner.cost.request_text import RequestText, out_of_memory
 from ppctl.planner.cost.target_devices import Target

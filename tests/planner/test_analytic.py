@@ -12,10 +12,10 @@ import pytest
 from support.steps import planned_step
 
 from ppctl.executors.device_mesh import laid_out
-from ppctl.executors.parameter_bytes import ParamBytes
+from ppctl.executors.work.parameter_bytes import ParamBytes
+from ppctl.executors.work.planned_step import Machine, PlannedLayout
+from ppctl.executors.work.roofline import Link, ModelWork, Op, PieceWork, Speed
 from ppctl.planner.cost import step_time as counting
-from ppctl.planner.cost.planned_step import Machine, PlannedLayout
-from ppctl.planner.cost.roofline import Link, ModelWork, Op, PieceWork, Speed
 from ppctl.planner.cost.step_time import op_times
 from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.schedule.piece_times import LayerGathers, OpTimes, PieceTimes

@@ -9,12 +9,12 @@ import pytest
 from support.steps import planned_step
 
 from ppctl import config
-from ppctl.executors.parameter_bytes import ParamBytes
-from ppctl.planner.cost.planned_step import PlannedLayout
+from ppctl.executors.work.parameter_bytes import ParamBytes
+from ppctl.executors.work.planned_step import PlannedLayout
+from ppctl.executors.work.rank_bytes import array_bytes, reference_bytes, workspace_bytes
+from ppctl.executors.work.roofline import Extent, ModelWork, PieceWork
+from ppctl.executors.work.task_flops import work_of
 from ppctl.planner.cost.predict_step import predict_job, step_of
-from ppctl.planner.cost.roofline import Extent, ModelWork, PieceWork
-from ppctl.planner.cost.step_bytes import array_bytes, reference_bytes, workspace_bytes
-from ppctl.planner.cost.task_flops import work_of
 from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.training.pipeline.job import assemble
 

@@ -14,13 +14,13 @@ from support.selection import full, full_except
 from ppctl.executors.model_shapes import Model, tree_bytes
 from ppctl.executors.reference import reference
 from ppctl.executors.stage.jaxpr_flops import matmul_flops
+from ppctl.executors.work.counted_operations import ops_of
+from ppctl.executors.work.roofline import Extent, Op, ProductShape
+from ppctl.executors.work.task_flops import CountedModel, work_of
 from ppctl.model.attention.attention_kernels import kernel_named
 from ppctl.model.experts.grouped_products import KERNELS, product
 from ppctl.model.stack import Stack, init
 from ppctl.model.transformer import transformer
-from ppctl.planner.cost.counted_operations import ops_of
-from ppctl.planner.cost.roofline import Extent, Op, ProductShape
-from ppctl.planner.cost.task_flops import CountedModel, work_of
 
 QUICK = [
     *(("mlp", jnp.float64), ("mlp", jnp.float32)),

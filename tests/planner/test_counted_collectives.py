@@ -10,11 +10,11 @@ from support.cases import Case, make_batch, make_stack, staged_step
 from support.steps import planned_step
 
 from ppctl.executors.model_shapes import tree_bytes
-from ppctl.executors.parameter_bytes import ParamBytes
 from ppctl.executors.stage.jaxpr_flops import inner_jaxprs
+from ppctl.executors.work.parameter_bytes import ParamBytes
+from ppctl.executors.work.planned_step import Machine, PlannedLayout
+from ppctl.executors.work.roofline import Link, ModelWork, PieceWork, Speed
 from ppctl.model.stack import init
-from ppctl.planner.cost.planned_step import Machine, PlannedLayout
-from ppctl.planner.cost.roofline import Link, ModelWork, PieceWork, Speed
 from ppctl.planner.cost.step_time import op_times, overhead_s
 from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.schedule.piece_times import costs_of_stages

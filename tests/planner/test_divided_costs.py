@@ -11,13 +11,13 @@ from support.steps import planned_step
 
 import ppctl
 from ppctl.executors.model_shapes import Model
-from ppctl.executors.parameter_bytes import ParamBytes
+from ppctl.executors.work.parameter_bytes import ParamBytes
+from ppctl.executors.work.planned_step import Machine, PlannedLayout
+from ppctl.executors.work.roofline import Link, Speed
+from ppctl.executors.work.task_flops import work_of
 from ppctl.model.parallel import StageAxes
 from ppctl.model.stack import init
-from ppctl.planner.cost.planned_step import Machine, PlannedLayout
-from ppctl.planner.cost.roofline import Link, Speed
 from ppctl.planner.cost.step_time import op_times
-from ppctl.planner.cost.task_flops import work_of
 from ppctl.schedule.mesh_axes import MeshSizes
 
 WIDTH, TOKENS = 16, 8

@@ -10,9 +10,9 @@ from support.selection import full
 from ppctl import cli
 from ppctl.cli.compose import compose, compose_drawing
 from ppctl.errors import ConfigError
-from ppctl.planner.cost.planned_step import Machine, Microbatch, PlannedLayout, Step
+from ppctl.executors.work.planned_step import Machine, Microbatch, PlannedLayout, Step
+from ppctl.executors.work.roofline import Link, Op, Speed
 from ppctl.planner.cost.predict_step import predict_job, step_of
-from ppctl.planner.cost.roofline import Link, Op, Speed
 from ppctl.planner.search.device_models import stage_divisions
 from ppctl.planner.show.plan_terminal import experts_text
 from ppctl.schedule.mesh_axes import MeshSizes

@@ -9,8 +9,8 @@ import pytest
 from support.selection import full_except
 
 from ppctl.cli.compose import compose
+from ppctl.executors.work.task_flops import work_of
 from ppctl.planner.cost.predict_step import predict_job, predict_step, target_of
-from ppctl.planner.cost.task_flops import work_of
 from ppctl.training.pipeline.job import assemble
 
 MODEL = (

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 from support.selection import full_except
 
-from ppctl.executors.parameter_bytes import ParamBytes
-from ppctl.planner.cost.planned_step import Machine, Microbatch, PlannedLayout, Step
-from ppctl.planner.cost.roofline import Link, ModelWork, Op, PieceWork, Speed
+from ppctl.executors.work.parameter_bytes import ParamBytes
+from ppctl.executors.work.planned_step import Machine, Microbatch, PlannedLayout, Step
+from ppctl.executors.work.roofline import Link, ModelWork, Op, PieceWork, Speed
 from ppctl.planner.search import layout_candidate as candidates
 from ppctl.planner.search.layout_candidate import along
 from ppctl.planner.search.layout_search import LayoutSearch, ascending, uncollected

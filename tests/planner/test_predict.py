@@ -10,8 +10,8 @@ from ppctl import cli
 from ppctl.cli.compose import compose
 from ppctl.config import Config
 from ppctl.errors import ConfigError
+from ppctl.executors.work.task_flops import work_of
 from ppctl.planner.cost import predict_step as predict
-from ppctl.planner.cost.task_flops import work_of
 from ppctl.training.pipeline.job import assemble
 from ppctl.training.pipeline.known_hardware import known
 from ppctl.training.run.run_lines import StepPrediction

@@ -16,9 +16,9 @@ from ppctl import cli, config
 from ppctl.config.groups.moe_settings import Experts
 from ppctl.errors import ConfigError
 from ppctl.executors.mpmd.plan_tasks import TASKS
-from ppctl.planner.cost.planned_step import Machine
+from ppctl.executors.work.planned_step import Machine
+from ppctl.executors.work.roofline import Link, Speed
 from ppctl.planner.cost.predict_step import step_of
-from ppctl.planner.cost.roofline import Link, Speed
 from ppctl.planner.cost.step_time import op_times
 from ppctl.planner.rehearsal import rehearse_ranks as rehearse
 from ppctl.planner.rehearsal.rank_on_device import RankOnDevice, RankTimes, Replicas, time_update

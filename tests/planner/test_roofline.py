@@ -7,7 +7,7 @@ from math import ceil
 
 import pytest
 
-from ppctl.planner.cost.roofline import LEAST_DEPTH, Extent, Link, Op, ProductShape, Speed
+from ppctl.executors.work.roofline import LEAST_DEPTH, Extent, Link, Op, ProductShape, Speed
 
 sizes = pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ppctl.planner.cost.counted_operations import bytes_to_make, ops_of, peak_bytes
+from ppctl.executors.work.counted_operations import bytes_to_make, ops_of, peak_bytes
 
 M, K, N, SIZE = 64, 32, 16, 4
 X, W, A = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((M, K), (K, N), (M, N)))

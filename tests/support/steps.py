@@ -1,6 +1,6 @@
 """A planned step of given work and sizes."""
 
-from ppctl.planner.cost.planned_step import Microbatch, Step
+from ppctl.executors.work.planned_step import Microbatch, Step
 from ppctl.schedule.remat import Remat
 
 

@@ -16,12 +16,12 @@ from ppctl.executors.model_shapes import Model, tree_bytes
 from ppctl.executors.mpmd.dispatch_plan import ProgramId
 from ppctl.executors.mpmd.fused_tasks import FusedTasks
 from ppctl.executors.mpmd.plan_tasks import JOINS, TASKS
-from ppctl.executors.parameter_bytes import param_bytes
-from ppctl.planner.cost.planned_step import Microbatch, PlannedLayout, Step
-from ppctl.planner.cost.step_bytes import reference_bytes, task_bytes, workspace_bytes
+from ppctl.executors.work.parameter_bytes import param_bytes
+from ppctl.executors.work.planned_step import Microbatch, PlannedLayout, Step
+from ppctl.executors.work.rank_bytes import reference_bytes, task_bytes, workspace_bytes
+from ppctl.executors.work.task_flops import work_of
 from ppctl.planner.cost.step_time import StepTime, op_times, step_time
 from ppctl.planner.cost.target_devices import DeviceLimit, Target
-from ppctl.planner.cost.task_flops import work_of
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import BASELINE, build
 from ppctl.schedule.ir import MOST_TASKS, PART_KINDS

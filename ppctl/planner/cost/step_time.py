@@ -6,8 +6,8 @@ A rehearsal measures the tasks, and takes only `exchange_s` from this file. Stan
 from dataclasses import dataclass, replace
 from math import inf
 
-from ppctl.planner.cost.planned_step import Step
-from ppctl.planner.cost.roofline import Op, PieceWork
+from ppctl.executors.work.planned_step import Step
+from ppctl.executors.work.roofline import Op, PieceWork
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.lockstep_ticks import Counted, rows_s

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from ppctl.config import AutoHardware, Hardware, Plan
 from ppctl.errors import ConfigError
-from ppctl.planner.cost.planned_step import Machine
-from ppctl.planner.cost.roofline import Link, Speed
+from ppctl.executors.work.planned_step import Machine
+from ppctl.executors.work.roofline import Link, Speed
 from ppctl.reports.terminal_output import size_text
 from ppctl.training.pipeline.jax_start import JAX_MEMORY_FRACTION, is_gpu, memory_share
 from ppctl.training.pipeline.known_hardware import (

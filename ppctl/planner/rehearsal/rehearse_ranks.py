@@ -19,10 +19,10 @@ from ppctl.errors import ConfigError
 from ppctl.executors.device_mesh import all_devices
 from ppctl.executors.mpmd.plan_tasks import roles, task_entries
 from ppctl.executors.mpmd.rank_programs import rank_entries, rank_roles
-from ppctl.planner.cost.planned_step import Step
+from ppctl.executors.work.planned_step import Step
+from ppctl.executors.work.roofline import Speed
 from ppctl.planner.cost.predict_step import job_costs, step_of, target_of, time_of, timeline_of
 from ppctl.planner.cost.request_text import RequestText, out_of_memory
-from ppctl.planner.cost.roofline import Speed
 from ppctl.planner.cost.step_time import StepTime, exchange_s, op_times
 from ppctl.planner.rehearsal.rank_on_device import (
     RankOnDevice,

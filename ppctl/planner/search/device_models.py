@@ -11,12 +11,12 @@ import jax.numpy as jnp
 
 from ppctl.errors import ConfigError, as_setting, written_as
 from ppctl.executors.model_shapes import Model
-from ppctl.executors.parameter_bytes import ParamBytes, param_bytes
 from ppctl.executors.parameter_layout import shapes_on_device
+from ppctl.executors.work.parameter_bytes import ParamBytes, param_bytes
+from ppctl.executors.work.roofline import ModelWork
+from ppctl.executors.work.task_flops import with_embed_head_of, work_of
 from ppctl.model.parallel import StageAxes
 from ppctl.model.stack import Stack
-from ppctl.planner.cost.roofline import ModelWork
-from ppctl.planner.cost.task_flops import with_embed_head_of, work_of
 from ppctl.planner.search.layout_space import divisors
 from ppctl.schedule.axis_table import MESH_AXES
 from ppctl.schedule.mesh_axes import STAGE_AXES, MeshSizes

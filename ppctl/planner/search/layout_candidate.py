@@ -13,8 +13,8 @@ from functools import cache, cached_property
 from typing import Any
 
 from ppctl.errors import ConfigError, ScheduleError
-from ppctl.planner.cost.planned_step import Step
-from ppctl.planner.cost.step_bytes import array_bytes, task_bytes, workspace_bytes
+from ppctl.executors.work.planned_step import Step
+from ppctl.executors.work.rank_bytes import array_bytes, task_bytes, workspace_bytes
 from ppctl.planner.cost.step_time import StepTime, op_times, step_time
 from ppctl.planner.search.layout_space import Bounds
 from ppctl.schedule import placement_costs

@@ -13,7 +13,7 @@ from itertools import product
 from math import inf
 from typing import Any
 
-from ppctl.planner.cost.planned_step import Microbatch
+from ppctl.executors.work.planned_step import Microbatch
 from ppctl.planner.search.layout_candidate import Candidate, Layout, Placed
 from ppctl.planner.search.layout_space import Bounds, Space, StepOf
 from ppctl.schedule.axis_table import MESH_AXES

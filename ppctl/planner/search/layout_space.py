@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
-from ppctl.planner.cost.planned_step import Microbatch, Step
-from ppctl.planner.cost.step_bytes import array_bytes
+from ppctl.executors.work.planned_step import Microbatch, Step
+from ppctl.executors.work.rank_bytes import array_bytes
 from ppctl.planner.cost.step_time import op_times
 from ppctl.schedule.engine_traits import IN_TICKS, EngineTraits
 from ppctl.schedule.families.registry import BASELINE, FAMILIES

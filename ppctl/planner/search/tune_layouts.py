@@ -22,10 +22,10 @@ from ppctl.errors import ConfigError
 from ppctl.executors.device_mesh import all_devices
 from ppctl.executors.model_shapes import tree_bytes
 from ppctl.executors.stage.jaxpr_flops import relative_costs
+from ppctl.executors.work.planned_step import Microbatch, PlannedLayout, Step
 from ppctl.model.parallel import StageAxes
 from ppctl.model.stack import Stack
 from ppctl.model.trainable_parameters import trained_share
-from ppctl.planner.cost.planned_step import Microbatch, PlannedLayout, Step
 from ppctl.planner.cost.predict_step import PipelinePlan, predict_job
 from ppctl.planner.cost.target_devices import DeviceLimit, Target
 from ppctl.planner.cost.token_budget import TokenBudget, check_tokens, token_budget

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ppctl.executors.model_shapes import shard_bytes, tree_bytes
-from ppctl.executors.parameter_bytes import param_bytes
 from ppctl.executors.spmd.spmd_program import spmd_bytes, waiting_bytes
+from ppctl.executors.work.parameter_bytes import param_bytes
 from ppctl.schedule.partition.partition import Partition
 from ppctl.schedule.piece_times import OpTimes, PieceTimes
 from ppctl.schedule.placement_costs import LayerBytes, LayerCosts

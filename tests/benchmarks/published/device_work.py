@@ -15,10 +15,10 @@ from ppctl.config.groups.moe_settings import Experts
 from ppctl.executors.model_shapes import Model as CountedModel
 from ppctl.executors.model_shapes import tree_bytes
 from ppctl.executors.parameter_layout import shapes_on_device
+from ppctl.executors.work.roofline import ModelWork
+from ppctl.executors.work.task_flops import work_of
 from ppctl.model.parallel import StageAxes
 from ppctl.model.stack import init
-from ppctl.planner.cost.roofline import ModelWork
-from ppctl.planner.cost.task_flops import work_of
 from ppctl.schedule.remat import Remat
 from ppctl.training.pipeline.job import open_data, stack_for
 from ppctl.training.pipeline.known_hardware import described_device, known

@@ -14,10 +14,10 @@ from benchmarks.published.constants import Constants
 from benchmarks.published.device_work import DeviceWork, work_of_request
 from benchmarks.published.request import DTYPE, HOST_DEVICES, Request
 from benchmarks.published.systems import System
-from ppctl.executors.parameter_bytes import ParamBytes
+from ppctl.executors.work.parameter_bytes import ParamBytes
+from ppctl.executors.work.planned_step import Machine, Microbatch, PlannedLayout, Ring, Step
+from ppctl.executors.work.roofline import Link, Op, PieceWork
 from ppctl.planner.cost import step_time as timing
-from ppctl.planner.cost.planned_step import Machine, Microbatch, PlannedLayout, Ring, Step
-from ppctl.planner.cost.roofline import Link, Op, PieceWork
 from ppctl.planner.cost.step_time import StepTime
 from ppctl.planner.cost.target_devices import speed_of
 from ppctl.planner.search.layout_candidate import along, shorter

@@ -5,7 +5,7 @@ For a built job, `Engine.memory` gives the exact bytes of arrays. Standard libra
 
 from collections.abc import Mapping
 
-from ppctl.planner.cost.planned_step import Step
+from ppctl.executors.work.planned_step import Step
 
 SLOTS_OF_X = ("act", "grad", "value")  # names of slots for values between stages
 

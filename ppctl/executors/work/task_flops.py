@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from ppctl.executors.model_shapes import Model, tree_bytes
 from ppctl.executors.stage.layer_programs import add_trees
 from ppctl.executors.stage.stage import LayerSlots, Stage
+from ppctl.executors.work.counted_operations import bytes_to_make, ops_of, peak_bytes
+from ppctl.executors.work.roofline import Extent, ModelWork, Op, PieceWork, ProductShape
 from ppctl.model.stack import Stack as ModelStack
 from ppctl.model.trainable_parameters import trained_flags, trained_part
-from ppctl.planner.cost.counted_operations import bytes_to_make, ops_of, peak_bytes
-from ppctl.planner.cost.roofline import Extent, ModelWork, Op, PieceWork, ProductShape
 from ppctl.schedule.remat import Remat
 
 Tree = Any

@@ -7,8 +7,8 @@ from math import inf, prod
 from typing import NamedTuple, Self
 
 from ppctl.executors.device_mesh import over_hosts
-from ppctl.executors.parameter_bytes import ParamBytes
-from ppctl.planner.cost.roofline import Link, ModelWork, Op, Speed
+from ppctl.executors.work.parameter_bytes import ParamBytes
+from ppctl.executors.work.roofline import Link, ModelWork, Op, Speed
 from ppctl.schedule.mesh_axes import COPY_AXES, RANK_AXES, MeshSizes, axes_dividing
 from ppctl.schedule.remat import Remat
 

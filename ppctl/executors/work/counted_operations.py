@@ -28,9 +28,9 @@ from ppctl.executors.stage.jaxpr_tools import (
     is_literal,
     is_scan,
 )
+from ppctl.executors.work.roofline import Collective, Extent, Kernel, Op, ProductShape
 from ppctl.model.attention import cudnn_attention
 from ppctl.model.experts import counted_products
-from ppctl.planner.cost.roofline import Collective, Extent, Kernel, Op, ProductShape
 
 Tree = Any
 SPLASH = "splash_"  # prefix of JAX's Pallas kernels of attention, such as splash_mha_fwd
