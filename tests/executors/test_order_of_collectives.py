@@ -1,27 +1,23 @@
 """Simulated devices run the collectives of a program in one order: data orders each branch or loop
-that has collectives with the collectives after it.
+that has collectives with the collectives after it (`support/collective_order.py`).
 
-XLA for CPUs only starts collectives in the program's order, and a branch that waits for a thread
-counts as started. Devices that then differ in the order wait for each other forever.
+A mesh over processes: tests/launch/test_faults_of_one.py.
 """
 
-import itertools
 import re
-from functools import cache
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
+from support.collective_order import assert_ordered, unordered
 from support.equality import make, make_batch, make_pipe
 from support.mixtures import MIXTURES
 from support.selection import full
 
 from ppctl import config as settings
-from ppctl.executors.hlo_text import COLLECTIVE, calls, computations, name_of
 from ppctl.training.pipeline.named_optimizers import make_optimizer
 
-OPERAND = re.compile(r"%([\w.\-]+)")
 MODEL = {"num_layers": 4, "num_kv_heads": 2}
 MOE = {"num_layers": 4, "moe": MIXTURES["sigmoid"] | {"dispatch": "alltoall"}}
 TP, EP = {"pp": 2, "tp": 2}, {"pp": 2, "ep": 2}
@@ -39,34 +35,6 @@ LOOPED = {  # optimizers whose updates are loops with collectives
 }
 
 
-def unordered(text):
-    """Pairs of a branch or loop with collectives, and a later collective that may start before."""
-    _, lines = computations(text)
-
-    @cache
-    def communicates(name):
-        return any(COLLECTIVE.match(line) or any(called(line)) for line in lines.get(name, ()))
-
-    def called(line):
-        return (communicates(call.computation) for call in calls(line))
-
-    found = []
-    for body in lines.values():
-        flows, before = [], {}  # before: name -> names of the branches and loops that it waits for
-        for line in body:
-            name, is_flow = name_of(line), any(called(line))
-            if name is None:
-                continue
-            operands = [each for each in OPERAND.findall(line) if each in before]
-            before[name] = set().union(*(before[each] for each in operands))
-            if is_flow or COLLECTIVE.match(line):
-                found += [(flow, name) for flow in flows if flow not in before[name]]
-            if is_flow:
-                flows.append(name)
-                before[name] = before[name] | {name}
-    return found
-
-
 def check(mesh, model, how):
     how = {"num_microbatches": 4} | how
     how |= {"num_chunks": 2} if how["schedule"] == "interleaved" else {}
@@ -76,8 +44,7 @@ def check(mesh, model, how):
     if how.get("executor") != "mpmd":
         pipe.engine.compile(evaluate=True)
         texts.append(pipe.engine.compiled["loss"].as_text())
-    assert any(map(COLLECTIVE.search, itertools.chain(*(text.splitlines() for text in texts))))
-    assert [pair for text in texts for pair in unordered(text)] == []
+    assert_ordered(texts)
 
 
 @pytest.mark.parametrize(("mesh", "model", "how"), [*FIRST, full(SLOWEST)], ids=CASES)

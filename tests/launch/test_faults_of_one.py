@@ -5,7 +5,10 @@ import re
 import shutil
 
 import pytest
+from support.collective_order import assert_ordered
 from support.processes import WORDS, processes
+from support.selection import full
+from support.small_runs import records
 
 from ppctl import cli
 
@@ -78,6 +81,23 @@ DataSet.batches = cut_short
 cli.console_script()
 """
 )
+# The process writes the text of each compiled program into a directory.
+WRITING = """
+from pathlib import Path
+from ppctl import cli
+from jax.stages import Lowered
+
+out, compiled = Path({!r}), Lowered.compile
+out.mkdir()
+
+def written(self, *args, **how):
+    program = compiled(self, *args, **how)
+    (out / str(len([*out.iterdir()]))).write_text(program.as_text())
+    return program
+
+Lowered.compile = written
+cli.console_script()
+"""
 
 
 def results(run_dir):
@@ -160,22 +180,50 @@ def test_a_directory_that_a_process_cannot_write_ends_both_before_compilation(tm
     assert said_of(started, "compiling") == said_of(started, "Traceback") == []
 
 
-def test_an_unreadable_batch_of_one_process_ends_both_after_saving_the_step_before(tmp_path):
+@pytest.fixture(
+    scope="module",
+    params=[
+        "mesh=1x2x2 schedule=1f1b executor.gather=layer executor.remat=full optim=lamb",
+        full("mesh=1x2x2 schedule=1f1b executor=mpmd optim=lamb"),
+        full("mesh=2x2 schedule=zb_h1"),
+        full("mesh=1x2"),
+    ],
+)
+def bad_batch(request, tmp_path_factory):
+    """Two processes that end at an unreadable batch of one, and then resume.
+
+    Returns ((lines, saved steps, metrics, status) of the first start, lines of the second start,
+    its programs: a directory for each process).
+    """
+    run_dir = tmp_path_factory.mktemp("bad_batch") / "run"
+    settings = ("model.num_layers=4", f"run.num_steps={NUM_STEPS}", *request.param.split())
+    with processes(2, run_dir, *settings, programs={0: PLAIN, 1: BAD_BATCH}) as failed:
+        assert [process.end(timeout_s=200) for process in failed] == [2, 2]
+    ended = said_of(failed, ""), steps(run_dir), results(run_dir), records(run_dir, "status.jsonl")
+    texts = [run_dir.with_name(f"programs{process}") for process in range(2)]
+    programs = {process: WRITING.format(str(out)) for process, out in enumerate(texts)}
+    with processes(2, run_dir, *settings, programs=programs) as resumed:
+        assert [process.end(timeout_s=200) for process in resumed] == [0, 0]
+    return ended, said_of(resumed, ""), texts
+
+
+def test_an_unreadable_batch_of_one_process_ends_both_after_saving_the_step_before(bad_batch):
     """Both ended at once, and lost all steps since the last save."""
-    run_dir = tmp_path / "run"
-    settings = (*SETTINGS[:-2], "run.checkpoint.every=null", "model.d_model=8")
-    with processes(2, run_dir, *settings, programs={0: PLAIN, 1: BAD_BATCH}) as started:
-        assert [process.end(timeout_s=200) for process in started] == [2, 2]
-    [line] = said_of(started, "The file of step 6 is gone")
-    assert line == ("ppctl: process 1: The file of step 6 is gone. Restore it. Step 5 is saved.\n")
-    assert said_of(started, "Traceback") == []
-    assert steps(run_dir) == {"5"}
-    assert [step for step, *_ in results(run_dir)] == [1, 2, 3, 4, 5]
-    last = json.loads((run_dir / "status.jsonl").read_text().splitlines()[-1])
-    assert (last["status"], last["reason"]) == ("failed", line.removeprefix("ppctl: ").strip())
-    with processes(2, run_dir, *settings) as started:
-        assert [process.end(timeout_s=200) for process in started] == [0, 0]
-    assert len(said_of(started, "resuming after step 5")) == 1
+    (lines, saved, logged, status), resumed, _ = bad_batch
+    [line] = [line for line in lines if "The file of step 6 is gone" in line]
+    assert line == "ppctl: process 1: The file of step 6 is gone. Restore it. Step 5 is saved.\n"
+    assert "Traceback" not in "".join(lines)
+    assert saved == {"5"}
+    assert [step for step, *_ in logged] == [1, 2, 3, 4, 5]
+    reason = line.removeprefix("ppctl: ").strip()
+    assert (status[-1]["status"], status[-1]["reason"]) == ("failed", reason)
+    assert "".join(resumed).count("resuming after step 5") == 1
+
+
+def test_data_orders_the_collectives_of_each_process(bad_batch):
+    """tests/executors/test_order_of_collectives.py reads the programs of one process."""
+    for texts in bad_batch[-1]:
+        assert_ordered([path.read_text() for path in texts.iterdir()])
 
 
 @pytest.mark.full
