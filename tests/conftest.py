@@ -37,7 +37,8 @@ def set_environment() -> None:
 
     The programs stay for later runs of the tests, in the user's cache directory: a directory for
     each machine, version of JAX, and set of flags. JAX writes entries of its cache in place: who
-    reads half of one warns and compiles; the warning is ignored here and in pyproject.toml.
+    reads half of one warns and compiles; the warning is ignored here and in pyproject.toml. Python
+    keeps its bytecode too, whatever PYTHONDONTWRITEBYTECODE says.
     """
     os.environ |= {
         "JAX_PLATFORMS": "cpu",
@@ -48,6 +49,8 @@ def set_environment() -> None:
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         "PYTHONWARNINGS": "ignore:Error reading persistent compilation cache entry",
     }
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     import jax  # reads these variables
 
     from ppctl.training.run.compilation_cache import drop_oldest, machine_directory
@@ -122,7 +125,6 @@ def pytest_collection_finish():
     """Look for garbage seldom, and only in what tests make: modules and collected tests are many
     objects that stay.
     """
-    gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
 

@@ -1,11 +1,13 @@
 """Rooms: each imports from those below it only. One test a rule, which lists all that break it."""
 
 import ast
+import functools
 import re
 import sys
 from pathlib import Path
 
 import pytest
+from support.source_trees import nodes
 
 import ppctl
 
@@ -56,18 +58,18 @@ FILES = {
 FILES = {
     module.removesuffix(".__init__"): file for module, file in FILES.items() if module != "__init__"
 }
-TREES = {module: ast.parse(file.read_text()) for module, file in FILES.items()}
 
 
 def imported(module):
     """Every name that a file imports, inside functions too, dotted."""
-    for node in ast.walk(TREES[module]):
+    for node in nodes(FILES[module]):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from (f"{'.' * node.level}{node.module}.{alias.name}" for alias in node.names)
 
 
+@functools.cache
 def own_imports(module):
     """The files of ppctl that a file imports."""
     found = set()
@@ -77,9 +79,6 @@ def own_imports(module):
         if name.startswith("ppctl."):
             found.update(next(([end] for end in ends if end in FILES), []))
     return found - {module}
-
-
-IMPORTS = {module: own_imports(module) for module in FILES}
 
 
 def is_in(module, places):
@@ -101,7 +100,7 @@ def test_the_rooms_are_these():
 
 def test_imports_point_down():
     order = {name: level for level, name in enumerate(ROOMS)}
-    up = [f"{a} -> {b}" for a in FILES for b in IMPORTS[a] if order[room(b)] < order[room(a)]]
+    up = [f"{a} -> {b}" for a in FILES for b in own_imports(a) if order[room(b)] < order[room(a)]]
     assert not up, "\n".join(sorted(up))
 
 
@@ -115,7 +114,7 @@ def paths_to(sub_room):
     to_visit = [(module, ()) for module in FILES if is_in(module, [sub_room])]
     while to_visit:
         module, path = to_visit.pop()
-        for other in IMPORTS[module] - paths.keys():
+        for other in own_imports(module) - paths.keys():
             if is_in(other, [room_of]) and not (is_in(other, [sub_room]) and not path):
                 paths[other] = (*path, f"{module} -> {other}")
                 to_visit.append((other, paths[other]))
@@ -134,11 +133,11 @@ def test_sub_rooms_stand_on_those_below_them_in_the_table(sub_room):
 def test_jobs_and_checkpoints_know_nothing_of_each_other():
     sides = ["training.pipeline"], ["training.checkpoint"]
     for one, other in (sides, sides[::-1]):
-        assert not [f for f in FILES if is_in(f, one) and any(is_in(g, other) for g in IMPORTS[f])]
+        assert not [f for f in FILES if is_in(f, one) and any(is_in(g, other) for g in own_imports(f))]
 
 
 def test_no_two_files_import_each_other():
-    graph = {module: set(others) for module, others in IMPORTS.items()}
+    graph = {module: set(own_imports(module)) for module in FILES}
     while graph:
         leaves = {module for module, others in graph.items() if not others & graph.keys()}
         assert leaves, f"a cycle among {sorted(graph)}"
@@ -199,10 +198,8 @@ def test_no_file_uses_private_names_of_jax():
     found = [
         f"{module}: {name}" for module in FILES for name in imported(module) if is_in(name, PRIVATE)
     ]
-    for module, tree in TREES.items():  # jax._src.x without a separate import
-        attributes = (
-            ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)
-        )
+    for module, file in FILES.items():  # jax._src.x without a separate import
+        attributes = (ast.unparse(node) for node in nodes(file) if isinstance(node, ast.Attribute))
         found += [f"{module}: {name}" for name in attributes if is_in(name, PRIVATE)]
     assert not found, "\n".join(found)
 
@@ -212,7 +209,7 @@ def test_config_objects_stop_above_the_executors():
         f"{module} -> {other}"
         for module in FILES
         if is_in(module, CONFIG_STOPS_AT)
-        for other in IMPORTS[module]
+        for other in own_imports(module)
         if room(other) == "config"
     ]
     assert not found, "\n".join(found)
@@ -231,8 +228,8 @@ def test_no_test_file_imports_another():
 
 
 def test_the_test_sees_the_imports():
-    assert "errors" in IMPORTS["config"]
-    assert "schedule.ir" in IMPORTS["schedule.tick_lowering"]
+    assert "errors" in own_imports("config")
+    assert "schedule.ir" in own_imports("schedule.tick_lowering")
     assert any(name.startswith("hydra.") for name in imported("cli.compose"))
     assert len(FILES) > 200
 

@@ -5,6 +5,8 @@ import re
 from collections import Counter
 from pathlib import Path
 
+from support.source_trees import nodes
+
 import ppctl
 
 ROOT = Path(ppctl.__file__).parent
@@ -35,7 +37,7 @@ def test_no_function_is_longer_than_60_lines():
     long = [
         f"{file.relative_to(ROOT)}:{node.lineno} {node.name}: {node.end_lineno - node.lineno + 1} lines"
         for file in FILES
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in nodes(file)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and node.end_lineno - node.lineno + 1 > MOST_LINES
     ]
@@ -65,7 +67,7 @@ def test_every_path_of_the_architecture_page_is_exact():
 def definitions(file):
     """Return the names that a file defines: functions, classes, CLASS.MEMBER, fields, constants."""
     found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes(file):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
         if isinstance(node, ast.Assign | ast.AnnAssign):

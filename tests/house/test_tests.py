@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+from support.source_trees import nodes, tree
+
 TESTS = Path(__file__).parents[1]
 FILES = sorted(path for path in TESTS.rglob("test_*.py"))
 CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
@@ -49,7 +51,7 @@ def clock_reads(tree):
 def test_clocks_only_bound_waits():
     found = []
     for file in FILES:
-        reads, bounds = clock_reads(ast.parse(file.read_text()))
+        reads, bounds = clock_reads(tree(file))
         found += [f"{file.relative_to(TESTS)}:{node.lineno}" for node in reads - bounds]
     assert not found, "\n".join(sorted(found))
 
@@ -62,7 +64,7 @@ def test_a_duration_is_found():
 def names():
     """Yield (place, name) of every test."""
     for file in FILES:
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in nodes(file):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 yield f"{file.relative_to(TESTS)}:{node.lineno}", node.name
 

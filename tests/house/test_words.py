@@ -11,6 +11,8 @@ import tokenize
 from collections import Counter
 from pathlib import Path
 
+from support.source_trees import nodes
+
 import ppctl
 
 ROOT = Path(ppctl.__file__).parents[1]
@@ -55,7 +57,7 @@ def texts():
     """Yield (place, text) of docstrings, messages, comments and pages."""
     for path in sorted((ROOT / "ppctl").rglob("*.py")):
         source, place = path.read_text(), path.relative_to(ROOT)
-        for node in ast.walk(ast.parse(source)):
+        for node in nodes(path):
             value = node.value if isinstance(node, ast.Constant) else None
             if isinstance(value, str) and " " in value and len(value) > 40:
                 yield f"{place}:{node.lineno}", value
@@ -70,7 +72,7 @@ def texts_of_tests():
     """Yield (place, text) of docstrings and comments of tests."""
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         source, place = path.read_text(), path.relative_to(ROOT)
-        for node in ast.walk(ast.parse(source)):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
                 yield f"{place}:{getattr(node, 'lineno', 1)}", ast.get_docstring(node) or ""
         for token in tokenize.generate_tokens(io.StringIO(source).readline):

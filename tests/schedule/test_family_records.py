@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from support.source_trees import nodes
 
 import ppctl
 from ppctl.config.schedule_from_config import settings_of_family
@@ -124,10 +125,6 @@ def test_no_family_is_named_outside_families():
             place.startswith("schedule/families/") or place == "config/groups/schedule_settings.py"
         ):  # the latter: defaults of settings
             continue
-        strings = {
-            node.value
-            for node in ast.walk(ast.parse(file.read_text()))
-            if isinstance(node, ast.Constant)
-        }
+        strings = {node.value for node in nodes(file) if isinstance(node, ast.Constant)}
         found += [(place, name) for name in FAMILIES if name in strings]
     assert found == []
