@@ -125,6 +125,7 @@ SLOW = (
     "cp2 full",
     "tp4 kv2 fsdp2 layer",
     "tp2 cp2 norm of all heads, turned in part",
+    "tp4 kv2 norm of all heads, turned in part",
 )  # the others and the divided vocabulary's have its parts
 SELECTED = [full(case) if name in SLOW else case for name, case in CASES.items()]
 

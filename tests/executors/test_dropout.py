@@ -261,7 +261,7 @@ NETWORKS = [
 ]
 
 
-@pytest.mark.parametrize("how", [NETWORKS[0], full(NETWORKS[1])])
+@pytest.mark.parametrize("how", [*map(full, NETWORKS)])
 def test_a_network_draws_as_the_function_of_its_key(how):
     network, rng = drawing_network(), np.random.default_rng(0)
     batch = {name: rng.standard_normal((8, 6)) for name in ("inputs", "targets")}

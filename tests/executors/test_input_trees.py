@@ -92,7 +92,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("mesh", "how"), [full(WAYS[0]), WAYS[1]])
+@pytest.mark.parametrize(("mesh", "how"), [*map(full, WAYS)])
 def test_a_network_takes_a_tree(mesh, how):
     pipe = make(network(), mesh, **how)
     state = pipe.init(seed=0)

@@ -28,7 +28,7 @@ def divided(context, arrays):
     return jax.jit(cut(on_device, check_vma=False)).lower(*arrays)
 
 
-@pytest.mark.parametrize("context", [full("gather"), "ring"])
+@pytest.mark.parametrize("context", [full("gather"), full("ring")])
 def test_output_and_gradients_equal_the_whole_sequences(context):
     arrays = [
         jax.random.normal(jax.random.key(i), (2, 6 * CP, heads, 4), jnp.float64)

@@ -49,7 +49,7 @@ def flops_of_experts(ops):
         full(((), 1.0)),
         full((("mesh=1x2x1x4",), 1.0)),
         full((("mesh=1x2x1x4", "costs.expert_imbalance=1.5"), 1.5)),
-        (("mesh=1x2x1x4", "costs.expert_imbalance=1.5", "model.moe.capacity=1.25"), 1.25),
+        full((("mesh=1x2x1x4", "costs.expert_imbalance=1.5", "model.moe.capacity=1.25"), 1.25)),
         (("costs.expert_imbalance=1.5",), 1.0),  # a single device computes all its tokens
         full((("mesh=1x2x1x4", "model.moe.dispatch=alltoall"), 1.0)),
     ],

@@ -143,7 +143,7 @@ def constants(loss):
     ).with_options(outputs=lambda _, x: x)
 
 
-@pytest.mark.parametrize("loss", [True, False], ids=["counted", "constant"])
+@pytest.mark.parametrize("loss", [full(True), False], ids=["counted", "constant"])
 @pytest.mark.parametrize(
     ("executor", "schedule", "remat"),
     [("mpmd", "zb_h1", "none"), full(("mpmd", "1f1b", "full")), ("spmd", "1f1b", "layer")],
