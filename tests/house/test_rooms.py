@@ -133,7 +133,9 @@ def test_sub_rooms_stand_on_those_below_them_in_the_table(sub_room):
 def test_jobs_and_checkpoints_know_nothing_of_each_other():
     sides = ["training.pipeline"], ["training.checkpoint"]
     for one, other in (sides, sides[::-1]):
-        assert not [f for f in FILES if is_in(f, one) and any(is_in(g, other) for g in own_imports(f))]
+        assert not [
+            f for f in FILES if is_in(f, one) and any(is_in(g, other) for g in own_imports(f))
+        ]
 
 
 def test_no_two_files_import_each_other():
