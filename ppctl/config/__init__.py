@@ -59,15 +59,10 @@ from ppctl.config.groups.schedule_settings import (
     Interleaved,
     Schedule,
 )
+from ppctl.config.groups.transformer_sizes import GATED
 from ppctl.errors import ConfigError, as_setting, written_as
 from ppctl.schedule.ir import MOST_TASKS
-from ppctl.schedule.mesh_axes import (
-    DATA_AXES,
-    check_experts,
-    check_sequences,
-    check_widths,
-    product_text,
-)
+from ppctl.schedule.mesh_axes import DATA_AXES, check_experts, check_sequences, product_text
 
 
 @dataclass
@@ -179,12 +174,11 @@ def _check_executor(executor: AnyExecutor, mesh: Mesh, partition: str, model: An
             "Use partition=uniform or another executor."
         )
     if isinstance(model, Transformer):
-        check_widths(mesh.tp, model.num_heads, model.kv_heads, model.mlp_widths)
-        check_sequences(mesh.cp, model.seq_len)
-    if not isinstance(model, CustomModel):
-        experts = model.moe.num_experts if isinstance(model, Transformer) else None
         divides_rows = isinstance(executor, Spmd | Mpmd) and executor.sequence_parallel
-        check_experts(experts, mesh.ep, mesh.tp, divides_rows=divides_rows)
+        model.check_divides(mesh.tp, mesh.cp, mesh.ep, divides_rows=divides_rows)
+        check_sequences(mesh.cp, model.seq_len)
+    if isinstance(model, MLP):
+        check_experts(None, mesh.ep, mesh.tp, divides_rows=False)
 
 
 def _check_data(model: AnyModel, data: AnyData) -> None:
@@ -230,7 +224,7 @@ def _check_trained(model: AnyModel, optim: Optim) -> None:
     if lacking is not None:
         raise ConfigError(
             f"optim.lora_targets has {lacking}, but with model.activation={model.activation} an "
-            f"MLP has no gate. Leave it out, or use one of {', '.join(model.GATED)}."
+            f"MLP has no gate. Leave it out, or use one of {', '.join(GATED)}."
         )
 
 
@@ -297,10 +291,9 @@ def check_parameters(model: AnyModel) -> None:
     of_layer = model.d_model**2
     if isinstance(model, Transformer):
         heads = 2 * (model.num_heads + model.kv_heads) * model.head_width
-        matrices = 3 if model.activation in model.GATED else 2
         number_of = model.moe.num_experts if all(model.has_experts) else 1
-        width = max(model.hidden_width, (number_of or 1) * (model.moe.width or model.hidden_width))
-        of_layer = model.d_model * (heads + matrices * width)
+        width = max(model.hidden_width, (number_of or 1) * model.expert_width)
+        of_layer = model.d_model * (heads + (2 + model.is_gated) * width)
     number = model.num_layers * of_layer
     if number > MOST_PARAMETERS:
         raise ConfigError(

@@ -89,7 +89,7 @@ def decoder_of(model: LanguageModel, devices: Sequence[Any], num_positions: int)
     sizes = model.transformer
 
     def make(mix: Mix, rotate: Rotate) -> Stack:
-        return transformer(**vars(model.architecture), dtype=model.dtype, mix=mix, rotate=rotate)
+        return transformer(model.architecture, dtype=model.dtype, mix=mix, rotate=rotate)
 
     if len(devices) > sizes.num_layers:
         raise ConfigError(

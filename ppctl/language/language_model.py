@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ppctl.config import Config, Transformer
+from ppctl.config.groups.transformer_sizes import Architecture
 from ppctl.data.chat_templates import render_question
 from ppctl.data.tokenizer import (
     FILE,
@@ -20,13 +21,11 @@ from ppctl.data.tokenizer import (
 )
 from ppctl.errors import ConfigError
 from ppctl.executors.device_mesh import all_devices
-from ppctl.model.architecture import Architecture
 from ppctl.model.lora import Lora
 from ppctl.model.stack import Stack
 from ppctl.model.transformer import transformer
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.checkpoint.stored_adapters import merged_params, stored_lora
-from ppctl.training.pipeline.built_in_models import architecture
 from ppctl.training.pipeline.jax_start import set_arithmetic
 from ppctl.training.run.kept_tokenizer import (
     MODEL_CONFIG,
@@ -155,7 +154,7 @@ class LanguageModel:
 
     def stack(self, *, packed: bool = False) -> Stack:
         """Return the model for whole sequences; packed: a sequence holds several documents."""
-        return transformer(**vars(self.architecture), dtype=self.dtype, packed=packed)
+        return transformer(self.architecture, dtype=self.dtype, packed=packed)
 
     @property
     def architecture(self) -> Architecture:
@@ -164,8 +163,8 @@ class LanguageModel:
         Experts have no capacity limit. With a limit, an expert drops tokens, and which ones it
         drops depends on how a text is cut into pieces.
         """
-        moe = replace(self.transformer.moe, capacity=None)
-        return architecture(replace(self.transformer, moe=moe), self.vocab_size)
+        sizes, moe = self.transformer.architecture, replace(self.transformer.moe, capacity=None)
+        return replace(sizes, moe=moe, vocab_size=self.vocab_size)
 
     def _special_ids(self, text: str) -> list[int]:
         """Return the tokens of a text, special ones included."""

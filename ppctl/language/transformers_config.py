@@ -5,8 +5,9 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from ppctl.config import Transformer
-from ppctl.config.groups.model_settings import FAMILIES, SCALINGS, Rope, lacking
+from ppctl.config.groups.model_settings import lacking
 from ppctl.config.groups.moe_settings import Experts
+from ppctl.config.groups.rope_settings import SCALINGS, Rope
 from ppctl.errors import ConfigError
 from ppctl.language.transformers_members import (
     CAPS,
@@ -287,8 +288,8 @@ def _config_of(name: str, member: Member, model: Transformer) -> dict[str, Any]:
     # 2. caps, experts and switches
     config |= {CAPS[setting]: getattr(model, setting) for setting in member.caps}
     config |= _expert_keys(member, model)
-    family = FAMILIES[model.family]
-    states = zip(member.switches, (family.qkv_bias, family.qk_norm), strict=False)
+    stated = model.traits.qkv_bias, model.traits.qk_norm
+    states = zip(member.switches, stated, strict=False)
     config |= {key: is_on for key, is_on in states if key}
     if member.has_fraction:
         config[FRACTION] = model.rope.fraction

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ppctl.config.groups.rope_settings import Rope
 from ppctl.model.attention.attention_kernels import Kernel, Mix
 from ppctl.model.attention.attention_scores import Scoring, attend
-from ppctl.model.attention.rotary_positions import Rope, Rotate, rotate_at
+from ppctl.model.attention.rotary_positions import Rotate, rotate_at
 from ppctl.model.layer_inputs import LayerInputs
 from ppctl.model.parallel import WHOLE, StageAxes
 from ppctl.model.stack import Stack, Tree

@@ -8,7 +8,8 @@ from functools import lru_cache
 import jax
 import jax.numpy as jnp
 
-from ppctl.model.architecture import ACTIVATIONS, drawing
+from ppctl.model.activations import ACTIVATIONS
+from ppctl.model.random_keys import drawing
 from ppctl.model.random_keys import dropout as drop
 from ppctl.model.stack import Stack, StackOptions, Tree
 

@@ -8,6 +8,7 @@ numbers. Keys are always Threefry's, not JAX's default. Source: dropout, Srivast
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from inspect import signature
+from itertools import count
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from ppctl.errors import ConfigError
 from ppctl.model.parallel import folded_keys, token_keys
 
 Tree = Any
+Draw = Callable[..., jax.Array]  # (initializer, *shape) -> array
 KIND, SIZE = "threefry2x32", 2  # implementation of keys, and number of uint32 a key
 SEED, KEYS = "seed_key", "keys"  # entries of a batch: the seed's key, or the keys of its examples
 DRAWS = 0x9E3779B9  # number that makes keys of steps differ from those of initial parameters
@@ -47,6 +49,12 @@ def key_of_seed(seed: int) -> np.ndarray:
 def wrapped(data: Any) -> jax.Array:
     """Return keys from their data, uint32 [..., 2]."""
     return jax.random.wrap_key_data(data, impl=KIND)
+
+
+def drawing(key: jax.Array, dtype: jnp.dtype) -> Draw:
+    """Return a function that draws parameters, each with a new key folded from `key`."""
+    keys = (jax.random.fold_in(key, number) for number in count())
+    return lambda initializer, *shape: initializer(next(keys), shape, dtype)
 
 
 def example_keys(seed_key: jax.Array, step: jax.Array, first: Any, number: int) -> jax.Array:

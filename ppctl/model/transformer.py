@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from ppctl.config.groups.transformer_sizes import Architecture
 from ppctl.errors import ConfigError, setting
-from ppctl.model.architecture import Architecture, drawing
 from ppctl.model.attention.attention_kernels import Mix, attention
+from ppctl.model.attention.attention_scores import Scoring
 from ppctl.model.attention.rotary_positions import Rotate, rotate
 from ppctl.model.cross_entropy import (
     NO_TOKEN,
@@ -38,9 +39,10 @@ from ppctl.model.experts.expert_layer import (
     without_unused,
 )
 from ppctl.model.layer_reports import Updates
-from ppctl.model.lora import A, B, are_adapters, with_adapters
+from ppctl.model.lora import A, B, Lora, are_adapters, with_adapters
 from ppctl.model.packed_sequences import PADDING, Documents, num_rows, split_starts, with_starts
 from ppctl.model.parallel import WHOLE, StageAxes, gather, on_first, own_tokens, scatter
+from ppctl.model.random_keys import drawing
 from ppctl.model.stack import DividedStack, Layers, Stack, StackOptions, Tree, VocabularyParts
 from ppctl.model.transformer_blocks import FP8_WEIGHTS, Block, new_block, new_norm, normed
 from ppctl.model.transformer_dropout import BlockDropout
@@ -49,13 +51,15 @@ EMBED_STD = 0.02
 
 
 def transformer(
+    sizes: Architecture,
     *,
     dtype: jnp.dtype,
     mix: Mix = partial(attention, "auto", None),  # noqa: B008 no arrays
     rotate: Rotate = rotate,
     packed: bool = False,
     device: Any = None,
-    **sizes: Any,
+    lora: Lora | None = None,
+    imbalance: float | None = None,
 ) -> Stack:
     """Return the stack of a language model: num_layers pre-norm blocks between embedding and head.
 
@@ -65,21 +69,22 @@ def transformer(
     a tuple of functions if their windows differ or only some have experts.
 
     Args:
+        sizes: Sizes and variants, with vocab_size.
         dtype: Dtype of the parameters.
         mix: Function from a stage's axes and a scoring to attention.
         rotate: Function that turns queries and keys by their positions.
         packed: Whether a sequence may hold several documents; x then has rows of their marks.
         device: Target device, which selects kernels of experts; None: the first attached one.
-        sizes: The fields of `Architecture`, explained in `ppctl.config.Transformer`; those without
-            a default are required. With `lora`, blocks have adapters, and only these are trained.
+        lora: Adapters of the blocks' linear maps. Only they are trained.
+        imbalance: For predictions: see `StackOptions.counted`. None: experts run.
 
     Raises:
         ConfigError: Heads, MLP widths or experts do not fit the mesh axes. Other misfits fail in
             tracing, with the error of the operation.
     """
-    sizes_of = Architecture(**sizes)
-    sizes_of.check_divides(WHOLE)
-    return _Transformer(sizes_of, dtype, mix, rotate, packed, device).stack
+    if lora is not None:
+        sizes.moe.check_frozen()
+    return _Transformer(sizes, dtype, mix, rotate, packed, device, lora, imbalance).stack
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +97,8 @@ class _Transformer:
     rotate: Rotate
     packed: bool
     device: Any
+    lora: Lora | None
+    imbalance: float | None
     axes: StageAxes = WHOLE
 
     @property
@@ -104,21 +111,29 @@ class _Transformer:
             check_batch=self.check_batch,
             divided=self.divided,
             updates=self._updates,
-            keep_dtype=() if self.sizes.moe is None else (CHOICE_BIAS,),
+            keep_dtype=(CHOICE_BIAS,) if any(self.sizes.has_experts) else (),
             divisors=num_tokens,
-            used_layers=used_layers(self.sizes.moe),
+            used_layers=used_layers(self.sizes),
         )
         stack = Stack(*parameters, self.embed, self.layers(), self.head, options)
-        if self.sizes.lora is None:
+        if self.lora is None:
             return stack
         params = stack.param_shapes
         trainable = {"embed_head": False, "layers": are_adapters(params["layers"])}
         return stack.with_options(trainable=trainable)
 
     @property
+    def vocab_size(self) -> int:
+        assert self.sizes.vocab_size is not None, (
+            "a model has its own number of tokens or its data's"
+        )
+        return self.sizes.vocab_size
+
+    @property
     def _updates(self) -> Updates:
-        moe = self.sizes.moe  # with adapters, all other parameters are frozen
-        return {} if moe is None or self.sizes.lora is not None else counted_updates(moe)
+        if self.lora is not None or not any(self.sizes.has_experts):
+            return {}  # with adapters, all other parameters are frozen
+        return counted_updates(self.sizes.moe)
 
     @property
     def _rounded_weights(self) -> dict[str, int]:
@@ -128,11 +143,11 @@ class _Transformer:
         layer = new_block(self.sizes, drawing(key, self.dtype))
         if any(self.sizes.has_experts) and not all(self.sizes.has_experts):
             layer = without_unused(layer, jnp.asarray(self.sizes.has_experts)[l])
-        return layer if self.sizes.lora is None else with_adapters(layer, self.sizes.lora, key)
+        return layer if self.lora is None else with_adapters(layer, self.lora, key)
 
     def init_embed_head(self, key: jax.Array) -> Tree:
         sizes, draw = self.sizes, drawing(key, self.dtype)
-        normal, D, V = jax.nn.initializers.normal(EMBED_STD), sizes.d_model, sizes.vocab_size
+        normal, D, V = jax.nn.initializers.normal(EMBED_STD), sizes.d_model, self.vocab_size
         params = {"embedding": draw(normal, V, D), "norm": new_norm(D, sizes, draw)}
         return params if sizes.tied else params | {"head": draw(normal, D, V)}
 
@@ -140,7 +155,7 @@ class _Transformer:
 
     def embed(self, embed_head: Tree, inputs_BT: jax.Array, part: jax.Array | int = 0) -> jax.Array:
         axes = self.axes
-        if self.sizes.moe is not None:
+        if any(self.sizes.has_experts):
             _check_no_padding(inputs_BT.shape[1], axes)
         if not self.packed:
             return self._embed_ids(embed_head, own_tokens(inputs_BT, axes), part)
@@ -152,7 +167,7 @@ class _Transformer:
 
     def _embed_ids(self, embed_head: Tree, ids_BT: jax.Array, part: jax.Array | int) -> jax.Array:
         """Return the embeddings of this device's tokens; with vocabulary parts, its summands."""
-        axes, table_VD, scale = self.axes, embed_head["embedding"], self.sizes.scale_embedding
+        axes, table_VD = self.axes, embed_head["embedding"]
         if axes.parts(("pp", "tp")) == 1:
             x_BTD = table_VD[ids_BT]
         else:
@@ -162,11 +177,13 @@ class _Transformer:
             x_BTD = jnp.where(is_here[..., None], table_VD[jnp.clip(ids_BT, 0, num_ids - 1)], 0)
             rows = scatter(x_BTD.reshape(-1, d_model), axes)
             x_BTD = rows.reshape(ids_BT.shape[0], -1, d_model)
-        return x_BTD * jnp.asarray(self.sizes.d_model**0.5, x_BTD.dtype) if scale else x_BTD
+        if not self.sizes.traits.scale_embedding:
+            return x_BTD
+        return x_BTD * jnp.asarray(self.sizes.d_model**0.5, x_BTD.dtype)
 
     def check_batch(self, inputs_BT: Any, targets_BT: Any) -> None:
         """Raise ConfigError for dtypes, or values of NumPy arrays, that are not token ids."""
-        size = self.sizes.vocab_size
+        size = self.vocab_size
         lowest = {"inputs": -size if self.packed else 0, "targets": NO_TOKEN}
         for name, ids_BT in (("inputs", inputs_BT), ("targets", targets_BT)):
             if ids_BT is None:
@@ -193,7 +210,8 @@ class _Transformer:
                 "kernel keeps packed documents apart across devices. Use "
                 f"{setting('mesh.cp', 1)}, or {setting('data.packing', 'false', 'packed=False')}."
             )
-        self.sizes.check_divides(axes)
+        sizes, divides_rows = self.sizes, axes.divides_rows
+        sizes.check_divides(axes.tp, axes.cp, axes.ep, divides_rows=divides_rows)
         part, sharding, parts = replace(self, axes=axes), None, None
         if axes.parts(("pp", "ep", "tp")) > 1:
             params = self.stack.param_shapes
@@ -206,8 +224,7 @@ class _Transformer:
 
     def layers(self) -> Layers:
         """Return the function of all layers, or a tuple if their windows or experts differ."""
-        windows = self.sizes.windows or (None,) * self.sizes.num_layers
-        kinds = [*zip(windows, self.sizes.has_experts, strict=True)]
+        kinds = [*zip(self.sizes.windows, self.sizes.has_experts, strict=True)]
         function_of = {kind: self.layer(*kind) for kind in dict.fromkeys(kinds)}
         layers = tuple(function_of[kind] for kind in kinds)
         return layers[0] if len(function_of) == 1 else layers
@@ -216,15 +233,15 @@ class _Transformer:
         self, window: int | None, has_experts: bool
     ) -> Callable[[Tree, jax.Array], jax.Array]:
         """Return the function of the layers with this window, and with or without experts."""
-        sizes, axes = self.sizes, self.axes
-        rope = sizes.rope if window is None else sizes.local_rope or sizes.rope
+        sizes, axes, lora = self.sizes, self.axes, self.lora
+        rope = sizes.rope if window is None else sizes.rope.of_windows
         turn = partial(self.rotate, rope=rope, axes=axes)
-        mix = self.mix(axes, sizes.scoring(window))
-        block = Block(sizes, mix, turn, axes, has_experts, self.device)
+        mix = self.mix(axes, Scoring.of(sizes, window))
+        block = Block(sizes, mix, turn, axes, lora, has_experts, self.device, self.imbalance)
 
         def with_key(params: Tree, x_BTD: jax.Array, key: jax.Array | None = None) -> jax.Array:
             rows = num_rows(x_BTD.shape, axes.row_parts) if self.packed else x_BTD.shape[1]
-            drop = BlockDropout(sizes, axes, key, rows)
+            drop = BlockDropout(sizes.dropout, lora, axes, key, rows)
             if not self.packed:
                 return block(params, x_BTD, None, drop)
             x_BTD, marks = x_BTD[:, :rows], x_BTD[:, rows:]
@@ -234,7 +251,7 @@ class _Transformer:
         def layer(params: Tree, x_BTD: jax.Array) -> jax.Array:
             return with_key(params, x_BTD)
 
-        drops = sizes.dropout or (sizes.lora is not None and sizes.lora.dropout)
+        drops = sizes.dropout or (lora is not None and lora.dropout)
         return with_key if drops else layer
 
     # head
@@ -242,7 +259,7 @@ class _Transformer:
     @property
     def _head(self) -> HeadForm:
         sizes, axes = self.sizes, self.axes
-        divided = sizes.vocab_size, axes.tp, max(1, axes.vocab_parts)
+        divided = self.vocab_size, axes.tp, max(1, axes.vocab_parts)
         return HeadForm(sizes.tied, sizes.logit_softcap, *divided)
 
     def _normed(self, embed_head: Tree, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -253,7 +270,7 @@ class _Transformer:
 
     def outputs(self, embed_head: Tree, x_BTD: jax.Array) -> jax.Array:
         logits_MV = logits(*self._normed(embed_head, x_BTD), self._head)
-        return logits_MV.reshape(x_BTD.shape[0], -1, self.sizes.vocab_size)
+        return logits_MV.reshape(x_BTD.shape[0], -1, self.vocab_size)
 
     def head(
         self, embed_head: Tree, x_BTD: jax.Array, targets_BT: jax.Array, *known: Any
@@ -287,7 +304,7 @@ def _sharding(params: Tree, axes: StageAxes, sizes: Architecture) -> Tree:
     kv = columns if sizes.kv_heads >= axes.tp else P()
     of_module = {"query": columns, "key": kv, "value": kv, "out": rows}
     of_module |= {"up": columns, "gate": columns, "down": rows}
-    if sizes.whole_qk_norm:
+    if sizes.traits.whole_qk_norm:
         of_module |= {"query_norm": columns, "key_norm": kv}
 
     def spec(path: tuple, _: Any) -> P:

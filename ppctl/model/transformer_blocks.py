@@ -15,14 +15,16 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.nn import initializers
 
-from ppctl.model.architecture import ACTIVATIONS, GATED, Architecture, Draw
+from ppctl.config.groups.transformer_sizes import GATED, Architecture
+from ppctl.model.activations import ACTIVATIONS
 from ppctl.model.attention.attention_kernels import Kernel
 from ppctl.model.experts.expert_layer import experts, new_experts
 from ppctl.model.experts.router import tokens_of
 from ppctl.model.fp8_products import product
-from ppctl.model.lora import A, adapted_part
+from ppctl.model.lora import A, Lora, adapted_part
 from ppctl.model.packed_sequences import Documents
 from ppctl.model.parallel import StageAxes, gather, scatter
+from ppctl.model.random_keys import Draw
 from ppctl.model.transformer_dropout import BlockDropout
 
 Params = dict[str, Any]
@@ -41,7 +43,11 @@ def _all(a: jax.Array) -> jax.Array:
 
 
 def new_norm(width: int, sizes: Architecture, draw: Draw) -> Params:
-    return {"scale": draw(initializers.zeros if sizes.norm_plus_one else initializers.ones, width)}
+    return {
+        "scale": draw(
+            initializers.zeros if sizes.traits.norm_plus_one else initializers.ones, width
+        )
+    }
 
 
 def new_block(sizes: Architecture, draw: Draw) -> Params:
@@ -53,30 +59,30 @@ def new_block(sizes: Architecture, draw: Draw) -> Params:
         return kernel | {"bias": draw(initializers.zeros, num_out)} if use_bias else kernel
 
     # 1. attention
-    D, H, bias = sizes.d_model, sizes.head_width, sizes.qkv_bias
+    D, H, traits = sizes.d_model, sizes.head_width, sizes.traits
+    bias = traits.qkv_bias
     block, attention = {"attention_norm": norm(D)}, {"query": linear(D, sizes.num_heads * H, bias)}
     attention |= {name: linear(D, sizes.kv_heads * H, bias) for name in ("key", "value")}
     attention |= {"out": linear(sizes.num_heads * H, D)}
-    if sizes.qk_norm or sizes.whole_qk_norm:
-        widths = (sizes.num_heads * H, sizes.kv_heads * H) if sizes.whole_qk_norm else (H, H)
+    if traits.qk_norm or traits.whole_qk_norm:
+        widths = (sizes.num_heads * H, sizes.kv_heads * H) if traits.whole_qk_norm else (H, H)
         attention |= {"query_norm": norm(widths[0]), "key_norm": norm(widths[1])}
     # 2. the MLP, or experts; if only some layers have experts, all have the parameters of both
     block |= {"attention": attention, "mlp_norm": norm(D)}
-    is_gated = sizes.activation in GATED
 
     def mlp(width: int) -> Params:
-        names = ("up", "gate") if is_gated else ("up",)
+        names = ("up", "gate") if sizes.is_gated else ("up",)
         return {name: linear(D, width) for name in names} | {"down": linear(width, D)}
 
     if not all(sizes.has_experts):
-        block |= {"mlp": mlp(sizes.mlp_width)}
-    if sizes.moe is not None:
-        block |= new_experts(sizes.moe, D, draw, is_gated=is_gated)
+        block |= {"mlp": mlp(sizes.hidden_width)}
+    if any(sizes.has_experts):
+        block |= new_experts(sizes, draw)
         if sizes.moe.shared_width is not None:
             block |= {"shared": mlp(sizes.moe.shared_width)}
         if sizes.moe.shared_gate:
             block |= {"shared_gate": linear(D, 1)}
-    if sizes.post_norms:
+    if traits.post_norms:
         block |= {"attention_post_norm": norm(D), "mlp_post_norm": norm(D)}
     return block
 
@@ -92,7 +98,7 @@ def normed(
     parts: function from the mean square over this device's columns to that over all columns.
     """
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    scale = params["scale"].astype(wide.dtype) + (1 if sizes.norm_plus_one else 0)
+    scale = params["scale"].astype(wide.dtype) + (1 if sizes.traits.norm_plus_one else 0)
     mean_square = parts(jnp.square(wide).mean(-1, keepdims=True))
     return (wide * (jax.lax.rsqrt(mean_square + sizes.norm_eps) * scale)).astype(x.dtype)
 
@@ -114,8 +120,15 @@ class Block:
     mix: Kernel
     turn: Callable[[jax.Array], jax.Array]
     axes: StageAxes
+    lora: Lora | None = None
     has_experts: bool = False  # whether experts take the place of the MLP
-    device: Any = None  # target device of kernels; None: the first attached one
+    device: Any = None  # see `experts`
+    imbalance: float | None = None  # see `experts`
+
+    @property
+    def _activation(self) -> Callable[[jax.Array], jax.Array]:
+        name = self.sizes.activation
+        return ACTIVATIONS[GATED.get(name, name)]
 
     def __call__(
         self, params: Params, x_BTD: jax.Array, documents: Documents | None, drop: BlockDropout
@@ -146,6 +159,7 @@ class Block:
     ) -> jax.Array:
         # 1. this device's heads
         sizes, tp, width = self.sizes, self.axes.tp, self.sizes.head_width
+        traits = sizes.traits
         num_heads, num_kv_heads = sizes.num_heads // tp, max(1, sizes.kv_heads // tp)
         of_kv_head = _all
         if sizes.kv_heads < tp:
@@ -158,18 +172,20 @@ class Block:
         def heads(name: str, number: int, columns: Callable = _all) -> jax.Array:
             found = self._linear(params, name, x_MD, drop, columns)
             norm = params.get(f"{name}_norm")
-            if norm is not None and sizes.whole_qk_norm:
+            if norm is not None and traits.whole_qk_norm:
                 norm = {"scale": columns(norm["scale"])}
                 # the mean of devices' means is exact: each device has equally many columns, and
                 # equally many devices hold each kv head
                 found = normed(norm, found, sizes, mean_of_parts)
             found = found.reshape(-1, num_tokens, number, width)
-            return found if norm is None or sizes.whole_qk_norm else normed(norm, found, sizes)
+            return found if norm is None or traits.whole_qk_norm else normed(norm, found, sizes)
 
         # 2. attention. Its backward reads the turned queries and keys. The backward of a rotation
         # reads no values, so without norms only the turned queries and keys need saving
         kept = (
-            _all if sizes.qk_norm or sizes.whole_qk_norm else partial(checkpoint_name, name="saved")
+            _all
+            if traits.qk_norm or traits.whole_qk_norm
+            else partial(checkpoint_name, name="saved")
         )
         q_BTNH = kept(self.turn(heads("query", num_heads)))
         k_BSGH = kept(self.turn(heads("key", num_kv_heads, of_kv_head)))
@@ -179,8 +195,8 @@ class Block:
         return scatter(self._linear(params, "out", mixed, drop), self.axes)
 
     def _mlp(self, params: Params, x_MD: jax.Array, drop: BlockDropout) -> jax.Array:
-        x_MD, name = gather(x_MD, self.axes), self.sizes.activation
-        up, act = self._linear(params, "up", x_MD, drop), ACTIVATIONS[GATED.get(name, name)]
+        x_MD, act = gather(x_MD, self.axes), self._activation
+        up = self._linear(params, "up", x_MD, drop)
         is_gated = "gate" in params
         hidden = act(self._linear(params, "gate", x_MD, drop)) * up if is_gated else act(up)
         return scatter(self._linear(params, "down", hidden, drop), self.axes)
@@ -193,17 +209,16 @@ class Block:
         documents: Documents | None,
         drop: BlockDropout,
     ) -> jax.Array:
-        sizes, name = self.sizes.moe, self.sizes.activation
-        assert sizes is not None, "a layer with experts has their sizes"
         out = experts(
             params,
             x_MD,
-            sizes,
-            ACTIVATIONS[GATED.get(name, name)],
+            self.sizes.moe,
+            self._activation,
             self.axes,
-            self.device,
             tokens_of(len(x_MD), num_sequences, documents, self.axes),
-            is_counted=self.sizes.lora is None,
+            device=self.device,
+            imbalance=self.imbalance,
+            is_counted=self.lora is None,
         )
         if "shared" not in params:
             return out
@@ -233,7 +248,7 @@ class Block:
         if "bias" in params:
             found = found + columns(params["bias"])
         if A in params:
-            assert self.sizes.lora is not None, "adapters have settings"
+            assert self.lora is not None, "adapters have settings"
             x_MD = drop.adapter_input(x_MD, name)
-            found = found + adapted_part(params, x_MD, self.sizes.lora.scale, columns)
+            found = found + adapted_part(params, x_MD, self.lora.scale, columns)
         return found

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 import jax
 
-from ppctl.model.architecture import Architecture
-from ppctl.model.lora import PROJECTIONS
+from ppctl.model.lora import PROJECTIONS, Lora
 from ppctl.model.parallel import StageAxes, own_part, token_keys
 from ppctl.model.random_keys import dropout, dropped, kept_entries
 
@@ -23,21 +22,22 @@ DIVIDED_INPUTS = ("out", "down")
 class BlockDropout:
     """Dropout of a block for the examples of a microbatch; every layout drops the same entries.
 
-    key: the layer's keys, one for each example; None, as in evaluations: nothing is dropped.
-    num_tokens: tokens of a sequence that this device holds.
+    rate: share of dropped entries of branches. key: the layer's keys, one for each example; None,
+    as in evaluations: nothing is dropped. num_tokens: tokens of a sequence that this device holds.
     """
 
-    sizes: Architecture
+    rate: float
+    lora: Lora | None
     axes: StageAxes
     key: jax.Array | None
     num_tokens: int
 
     def branch(self, x_MD: jax.Array, draw: int) -> jax.Array:
         """Return a branch's output with dropout, for this device's rows."""
-        if self.key is None or not self.sizes.dropout:
+        if self.key is None or not self.rate:
             return x_MD
         keys = token_keys(self.key, self.num_tokens, self.axes).reshape(-1)
-        return dropout(keys, x_MD, self.sizes.dropout, draw=draw)
+        return dropout(keys, x_MD, self.rate, draw=draw)
 
     def adapter_input(self, x_MI: jax.Array, name: str) -> jax.Array:
         """Return an adapter's input with dropout, for the rows of all devices along tp.
@@ -45,7 +45,7 @@ class BlockDropout:
         name: the adapted linear map. If tp divides the input's columns, each device draws for all
         columns and slices its part, so that the draws do not depend on tp.
         """
-        rate = 0.0 if self.sizes.lora is None else self.sizes.lora.dropout
+        rate = 0.0 if self.lora is None else self.lora.dropout
         if self.key is None or not rate:
             return x_MI
         whole = replace(self.axes, sequence_parallel=False)  # all rows: tp has gathered them

@@ -23,7 +23,7 @@ from ppctl.planner.cost.target_devices import Target
 from ppctl.planner.cost.token_budget import TokenBudget, check_tokens, token_budget
 from ppctl.reports.bubble_names import shared_cores_text
 from ppctl.schedule.costs import Costs
-from ppctl.training.pipeline.built_in_models import attention_kernels, expert_kernel, expert_sizes
+from ppctl.training.pipeline.built_in_models import attention_kernels, expert_kernel
 from ppctl.training.pipeline.job import TrainingJob, unit_of_work
 from ppctl.training.pipeline.mfu import mfu, model_flops
 from ppctl.training.pipeline.pipeline import Pipeline
@@ -168,17 +168,18 @@ def experts_part(job: TrainingJob) -> ExpertsPart | None:
     """Return the experts of a layer of a job's model; None for a model without experts."""
     # 1. rows of a device
     model, axes = job.config.model, job.pipe.execution.axes
-    if not isinstance(model, Transformer) or (sizes := expert_sizes(model)) is None:
+    if not isinstance(model, Transformer) or model.moe.num_experts is None:
         return None
+    sizes = model.moe
     group, num_tokens = expert_group(sizes, axes), prod(job.pipe.model.x.shape[:2])
     most = num_rows(num_tokens, sizes.top_k, group, sizes.capacity)
     even = ceil(job.config.costs.expert_imbalance * num_tokens * sizes.top_k)
-    counts = sizes.num_experts, sizes.top_k, min(most, even), most
+    counts = sizes.number, sizes.top_k, min(most, even), most
     # 2. seconds: step.work.layer is the mean layer; `share` scales it to a layer with experts
     step = step_of(job)
     if step.machine is None:
         return ExpertsPart(*counts, None, None, None)
-    work, share = step.work.layer, len(sizes.has_experts) / sum(sizes.has_experts)
+    work, share = step.work.layer, model.num_layers / sum(model.has_experts)
     ops = (*work.once, *(work.redo or ())) if step.microbatch.remat.recomputes else work.once
     products = [op for op in ops if op.kernel == "experts"]
     compute_s = share * step.machine.speed.seconds(products, step.microbatch.examples)
@@ -186,7 +187,7 @@ def experts_part(job: TrainingJob) -> ExpertsPart | None:
     remedy = None
     if sent_s > compute_s:
         num_hosts = step.machine.over(job.pipe.meshes.sizes.by_axis)["ep"]
-        remedy = _dispatch_remedy(model.moe, job.config.mesh.ep, num_hosts, group)
+        remedy = _dispatch_remedy(sizes, job.config.mesh.ep, num_hosts, group)
     return ExpertsPart(*counts, compute_s, sent_s, remedy)
 
 

@@ -13,8 +13,8 @@ from ppctl import config as c
 from ppctl.cli.choices import request_words
 from ppctl.cli.compose import compose
 from ppctl.config.groups.data_settings import Part
-from ppctl.config.groups.model_settings import Rope
 from ppctl.config.groups.moe_settings import Experts
+from ppctl.config.groups.rope_settings import Rope
 from ppctl.errors import ConfigError
 
 

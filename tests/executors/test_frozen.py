@@ -21,6 +21,7 @@ from support.mpmd_cases import MpmdCase, engine_of
 from support.selection import full, full_except
 
 import ppctl
+from ppctl import transformer
 from ppctl.errors import ConfigError
 from ppctl.executors.reference import reference
 from ppctl.executors.stage.jaxpr_flops import matmul_flops
@@ -29,7 +30,6 @@ from ppctl.model.lora import Lora
 from ppctl.model.mlp import mlp
 from ppctl.model.stack import init
 from ppctl.model.trainable_parameters import trained_part
-from ppctl.model.transformer import transformer
 from ppctl.schedule.remat import Remat
 
 TOLERANCE = 1e-10

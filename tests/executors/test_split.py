@@ -9,10 +9,10 @@ import pytest
 from support.cases import MODELS, SAME_BITS, make_params, make_stack
 from support.selection import full, full_except
 
+from ppctl import transformer
 from ppctl.errors import ConfigError
 from ppctl.executors.stage.jaxpr_flops import matmul_flops
 from ppctl.executors.stage.stage import LayerSlots, Stage
-from ppctl.model.transformer import transformer
 from ppctl.schedule.remat import Remat
 
 WIDTH = 16

@@ -28,7 +28,6 @@ from ppctl.language.transformers_config import model_config, model_settings
 from ppctl.model.stack import init
 from ppctl.model.transformer import transformer
 from ppctl.training.checkpoint.checkpoint import Checkpoints
-from ppctl.training.pipeline.built_in_models import architecture
 from ppctl.training.run.kept_tokenizer import configured_ends
 
 NAMES = sorted(MODELS, key=lambda name: name not in ("gemma3", "qwen2", "llama3"))
@@ -191,13 +190,13 @@ BY_HAND = {  # models whose family a user set, and not its windows and caps
 @pytest.mark.parametrize("changes", BY_HAND.values(), ids=BY_HAND)
 def test_a_family_set_by_hand_is_exported_as_transformers_takes_it(changes, tmp_path):
     small = {"num_layers": 2, "d_model": 32, "num_heads": 4, "num_kv_heads": 2, "mlp_width": 48}
-    model = Transformer(**small, **changes)
+    model = Transformer(**small, vocab_size=96, **changes)
     config = model_config(model, 96) | {"dtype": "bfloat16", "max_position_embeddings": 64}
     if "query_pre_attn_scalar" in config:
         assert config["sliding_window"] is not None
         assert type(config["query_pre_attn_scalar"]) is int
     transformers, torch = (pytest.importorskip(module) for module in ("transformers", "torch"))
-    stack = transformer(**vars(architecture(model, 96)), dtype=jnp.float64)
+    stack = transformer(model.architecture, dtype=jnp.float64)
     params = jax.tree.map(lambda a: a.astype(jnp.bfloat16), init(stack, 0))
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert list(_write_tensors(tmp_path, params, named_parameters(params, config), jnp.bfloat16))

@@ -24,7 +24,6 @@ from ppctl.language.tensor_names import named_parameters
 from ppctl.language.transformers_config import model_config, model_settings
 from ppctl.language.transformers_members import NUM_EXPERTS
 from ppctl.model.transformer import transformer
-from ppctl.training.pipeline.built_in_models import architecture
 
 MIXTURE_MISTAKES = [  # a golden mixture, changes of its config.json, the message
     ("mixtral", {"model_type": "deepseek_v3"}, r"deepseek_v3: ppctl's transformer has no multi-h"),
@@ -149,10 +148,12 @@ MADE = {  # mixtures that a user trained: settings, the model_type that they bec
 def test_a_mixture_of_settings_is_the_family_that_has_it(model_type):
     small = {"num_layers": 3, "d_model": 32, "num_heads": 4, "activation": "swiglu"}
     family = {"mixtral": "llama", "qwen3_moe": "qwen3", "glm4_moe": "glm4p5"}[model_type]
-    model = Transformer(**small, family=family, dropout=0.1, moe=Experts(**MADE[model_type]))
+    model = Transformer(
+        **small, vocab_size=96, family=family, dropout=0.1, moe=Experts(**MADE[model_type])
+    )
     config = model_config(model, 96)
     assert config["model_type"] == model_type
-    stack = transformer(**vars(architecture(model, 96)), dtype=jnp.float32)
+    stack = transformer(model.architecture, dtype=jnp.float32)
     tensors = named_parameters(stack.param_shapes, config)
     counted = sum(math.prod(each.shape) for each in tensors)
     assert counted == sum(jax.tree.leaves(stack.counts(stack.param_shapes)))

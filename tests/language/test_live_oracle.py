@@ -35,7 +35,6 @@ from ppctl.language.export_model import export_model
 from ppctl.language.import_model import import_model
 from ppctl.model.cached_decoding import Decoder
 from ppctl.model.transformer import transformer
-from ppctl.training.pipeline.built_in_models import architecture
 
 pytestmark = pytest.mark.full
 WITHIN = {
@@ -96,8 +95,8 @@ def test_prompts_of_unequal_lengths_read_piece_by_piece(name, dtype, record_prop
         how = {"attention_mask": mask.astype(np.int64)}
         theirs = computed_by_torch(live(name, dtype), ids, np.zeros_like(ids), **how)["logits"]
     model, params = settings_from(Transformer, sizes_of(name), "model"), read_model(name, dtype)[1]
-    sizes = vars(architecture(model, model.vocab_size))
-    make = lambda mix, rotate: transformer(**sizes, dtype=jnp.dtype(dtype), mix=mix, rotate=rotate)
+    sizes = model.architecture
+    make = lambda mix, rotate: transformer(sizes, dtype=jnp.dtype(dtype), mix=mix, rotate=rotate)
     shape = model.kv_heads, model.head_width
     decoder = Decoder(make, params, jax.devices()[:2], 32, shape, jnp.dtype(dtype))
     cache, errors = decoder.empty(2), []

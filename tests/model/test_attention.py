@@ -10,6 +10,7 @@ import pytest
 from support.selection import full, full_except
 
 from ppctl.config.groups.model_settings import ATTENTIONS
+from ppctl.config.groups.transformer_sizes import Architecture
 from ppctl.errors import ConfigError
 from ppctl.executors.stage.jaxpr_flops import matmul_flops
 from ppctl.executors.stage.stage import Stage
@@ -205,14 +206,9 @@ def test_cudnn_counts_flops_of_the_plain_form_and_chunked_of_its_blocks(monkeypa
 def block_of(kernel, tokens=128):
     """(a transformer's layer with this kernel, its parameters' shapes, its input's)."""
     stack = transformer(
-        num_layers=1,
-        d_model=256,
-        num_heads=4,
-        num_kv_heads=2,
-        mlp_width=512,
-        activation="gelu",
-        vocab_size=8,
-        tied=True,
+        Architecture(
+            num_layers=1, d_model=256, num_kv_heads=2, mlp_width=512, vocab_size=8, tied=True
+        ),
         dtype=jnp.bfloat16,
         mix=lambda *_: kernel_named(kernel),
     )

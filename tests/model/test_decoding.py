@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ppctl.config.groups.moe_settings import Experts
+from ppctl.config.groups.rope_settings import Rope
+from ppctl.config.groups.transformer_sizes import Architecture
 from ppctl.executors.reference import outputs_of
-from ppctl.model.attention.rotary_positions import Rope
 from ppctl.model.cached_decoding import Decoder
-from ppctl.model.experts.router import ExpertSizes
 from ppctl.model.stack import init
 from ppctl.model.transformer import transformer
 
@@ -31,45 +32,43 @@ FAMILIES = {
         "tied": True,
         "attention_softcap": 5.0,
         "logit_softcap": 3.0,
-        "windows": (4, None),
-        "local_rope": Rope(100.0),
-        "post_norms": True,
-        "norm_plus_one": True,
-        "scale_embedding": True,
+        "window": 4,
+        "window_pattern": "WF",
+        "rope": Rope(local_theta=100.0),
+        "family": "gemma2",
     },
     "biases, norms, yarn": {
-        "qkv_bias": True,
-        "qk_norm": True,
-        "rope": Rope(scaling="yarn", factor=4.0, original_len=8, beta_fast=32.0, beta_slow=1.0),
+        "family": "glm4p5",
+        "rope": Rope(
+            scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+        ),
     },
     "experts, norms of all heads, turned in part": {
-        "whole_qk_norm": True,
+        "family": "olmoe",
         "rope": Rope(fraction=0.5),
-        "moe": ExpertSizes(
-            num_experts=4, top_k=2, width=16, has_experts=(False, True), shared_width=8
-        ),
+        "moe": Experts(num_experts=4, width=16, first_dense=1, shared_width=8),
     },
 }
 
 
 def decoder(sizes, params, num_devices=1, num_positions=32):
-    make = lambda mix, rotate: transformer(**sizes, dtype=jnp.float64, mix=mix, rotate=rotate)
+    make = lambda mix, rotate: transformer(
+        Architecture(**sizes), dtype=jnp.float64, mix=mix, rotate=rotate
+    )
     kv_shape = sizes["num_kv_heads"], sizes["head_dim"]
     return Decoder(make, params, jax.devices()[:num_devices], num_positions, kv_shape, jnp.float64)
 
 
 def test_decoding_in_bfloat16_chooses_the_experts_of_the_whole_model():
-    moe = {"num_experts": 8, "top_k": 2, "width": 16, "has_experts": (True, True)}
-    moe = ExpertSizes(**moe, score="sigmoid", choice_bias=True)
-    stack = transformer(**SIZES, moe=moe, dtype=jnp.float32)
+    moe = Experts(num_experts=8, width=16, score="sigmoid", choice_bias=True)
+    sizes = Architecture(**SIZES, moe=moe)
+    stack = transformer(sizes, dtype=jnp.float32)
     params = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), init(stack, 0))
     # like GLM-4.5's: near 7, with differences that bfloat16 lacks
     bias = 7 + jnp.linspace(0, 0.015, 16, dtype=jnp.float32).reshape(2, 8)
     params["layers"]["router"] = params["layers"]["router"] | {"bias": bias}
     params["layers"]["router"]["kernel"] *= 1e-3
-    make = lambda mix, rotate: transformer(
-        **SIZES, moe=moe, dtype=jnp.bfloat16, mix=mix, rotate=rotate
-    )
+    make = lambda mix, rotate: transformer(sizes, dtype=jnp.bfloat16, mix=mix, rotate=rotate)
     reader = Decoder(make, params, jax.devices()[:1], 11, (2, 12), jnp.bfloat16)
     tokens = np.random.default_rng(0).integers(0, 40, (1, 11), np.int32)
     found, _ = reader.read(jnp.asarray(tokens), reader.empty(1), 0, jnp.zeros(1, jnp.int32))
@@ -80,7 +79,7 @@ def test_decoding_in_bfloat16_chooses_the_experts_of_the_whole_model():
 @pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
 def test_pieces_give_the_logits_of_the_whole(changes):
     sizes = SIZES | changes
-    stack = transformer(**sizes, dtype=jnp.float64)
+    stack = transformer(Architecture(**sizes), dtype=jnp.float64)
     params = init(stack, 0)
     tokens = np.random.default_rng(0).integers(0, 40, (2, 11), np.int32)
 

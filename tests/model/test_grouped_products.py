@@ -17,13 +17,13 @@ from support.selection import full, full_except
 
 from ppctl import cli, config
 from ppctl.config.groups.moe_settings import PRODUCTS, Experts
+from ppctl.config.groups.transformer_sizes import Architecture
 from ppctl.errors import ConfigError
 from ppctl.executors.stage.jaxpr_tools import demand, flatten
 from ppctl.executors.stage.stage import Stage
 from ppctl.model.attention.attention_kernels import kernel_named
 from ppctl.model.experts import triton_products
 from ppctl.model.experts.grouped_products import KERNELS, Kernel, choose, product
-from ppctl.model.experts.router import ExpertSizes
 from ppctl.model.transformer import transformer
 from ppctl.schedule.remat import Remat
 from ppctl.training.pipeline.job import assemble
@@ -167,19 +167,11 @@ def test_a_kernel_that_device_or_dtype_has_not_is_refused(device, dtype, message
 
 def block_of(device):
     """(a layer with 4 gated experts, its parameters' shapes, its input's)."""
-    moe = ExpertSizes(num_experts=4, top_k=2, width=32, has_experts=(True,))
+    moe, sizes = Experts(num_experts=4, width=32), {"num_layers": 1, "d_model": 64, "vocab_size": 8}
     stack = transformer(
-        num_layers=1,
-        d_model=64,
-        num_heads=4,
-        num_kv_heads=2,
-        mlp_width=None,
-        activation="swiglu",
-        vocab_size=8,
-        tied=True,
+        Architecture(**sizes, num_kv_heads=2, activation="swiglu", tied=True, moe=moe),
         dtype=jnp.bfloat16,
         mix=lambda *_: kernel_named("xla"),
-        moe=moe,
         device=device,
     )
     w = jax.eval_shape(stack.init_layer, jax.random.key(0), 0)

@@ -9,20 +9,19 @@ import pytest
 from support.cases import TRANSFORMER, make_params
 
 import ppctl
+from ppctl import transformer
 from ppctl.config.groups.optim_settings import TARGETS
 from ppctl.errors import ConfigError
 from ppctl.executors.reference import outputs_of
 from ppctl.model.layer_inputs import LayerInputs
 from ppctl.model.lora import PROJECTIONS, A, B, Lora, adapted_modules, merged, without_adapters
 from ppctl.model.stack import init
-from ppctl.model.transformer import transformer
 
 SIZES = TRANSFORMER | {
     "num_layers": 2,
     "activation": "swiglu",
     "num_kv_heads": 2,
-    "qkv_bias": True,
-    "qk_norm": True,
+    "family": "glm4p5",
 }
 IDS = np.random.default_rng(0).integers(0, 32, (2, 8))
 

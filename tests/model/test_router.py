@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ppctl.model.experts.router import ExpertSizes, route, tokens_of
+from ppctl.config.groups.moe_settings import Experts
+from ppctl.model.experts.router import route, tokens_of
 from ppctl.model.parallel import WHOLE
 
 M, D, E = 40, 6, 8
@@ -25,9 +26,7 @@ SETTINGS = [
 
 
 def sizes_of(**settings):
-    return ExpertSizes(
-        **{"num_experts": E, "top_k": 2, "width": 3, "has_experts": (True,)} | settings
-    )
+    return Experts(**{"num_experts": E} | settings)
 
 
 def plain(x, kernel, bias, sizes):

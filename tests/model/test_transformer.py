@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from support.selection import full
 
+from ppctl import transformer
+from ppctl.config.groups.rope_settings import Rope
 from ppctl.executors.reference import reference
 from ppctl.model.attention.attention_kernels import kernel_named
 from ppctl.model.attention.attention_scores import softmax
-from ppctl.model.attention.rotary_positions import Rope, rotate
+from ppctl.model.attention.rotary_positions import rotate
 from ppctl.model.stack import init
-from ppctl.model.transformer import transformer
 
 B, T, D, V, L, HEADS = 2, 8, 16, 32, 3, 4
 SETTINGS = {

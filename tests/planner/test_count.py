@@ -11,6 +11,7 @@ import pytest
 from support.cases import MODELS, make_batch, make_stack
 from support.selection import full, full_except
 
+from ppctl import transformer
 from ppctl.executors.model_shapes import Model, tree_bytes
 from ppctl.executors.reference import reference
 from ppctl.executors.stage.jaxpr_flops import matmul_flops
@@ -20,7 +21,6 @@ from ppctl.executors.work.task_flops import CountedModel, work_of
 from ppctl.model.attention.attention_kernels import kernel_named
 from ppctl.model.experts.grouped_products import KERNELS, product
 from ppctl.model.stack import Stack, init
-from ppctl.model.transformer import transformer
 
 QUICK = [
     *(("mlp", jnp.float64), ("mlp", jnp.float32)),

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ppctl import transformer
 from ppctl.executors.compiler_options import cpu_options
 from ppctl.executors.device_mesh import make_mesh
 from ppctl.executors.model_shapes import Model
@@ -18,7 +19,6 @@ from ppctl.executors.spmd.spmd_program import spmd
 from ppctl.model.mlp import mlp
 from ppctl.model.parallel import WHOLE
 from ppctl.model.stack import init
-from ppctl.model.transformer import transformer
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import FAMILIES, build
 from ppctl.schedule.mesh_axes import MeshSizes

@@ -11,10 +11,10 @@ import pytest
 from support.cases import Case, staged_step
 from support.selection import full
 
+from ppctl import transformer
 from ppctl.executors.reference import reference
 from ppctl.model.mlp import mlp
 from ppctl.model.stack import init
-from ppctl.model.transformer import transformer
 from ppctl.training.pipeline import optimizers as optim
 from ppctl.training.pipeline.optimizers import init_state, train_step
 

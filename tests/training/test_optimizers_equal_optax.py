@@ -18,9 +18,8 @@ from support import networks
 from support.selection import full, full_except
 
 import ppctl
-from ppctl import config
+from ppctl import config, transformer
 from ppctl.model.mlp import mlp
-from ppctl.model.transformer import transformer
 from ppctl.training.pipeline.named_optimizers import MAKERS, make_optimizer
 
 NUM_STEPS = 3

@@ -11,7 +11,7 @@ import pytest
 from ppctl import cli, config
 from ppctl.config.changed_settings import SAME_FUNCTION, changes
 from ppctl.config.code_digests import changed_modules, sources
-from ppctl.config.groups.model_settings import Rope
+from ppctl.config.groups.rope_settings import Rope
 from ppctl.training.run.resume import lr_changes, start_fault
 
 WORDS = (

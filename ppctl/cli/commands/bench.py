@@ -79,7 +79,7 @@ def without_experts(config: Config) -> Config | None:
     if not isinstance(model, Transformer) or not all(model.has_experts):
         return None
     moe = model.moe
-    width = moe.top_k * (moe.width or model.hidden_width) + (moe.shared_width or 0)
+    width = moe.top_k * model.expert_width + (moe.shared_width or 0)
     return replace(config, model=replace(model, moe=Experts(), mlp_width=width))
 
 

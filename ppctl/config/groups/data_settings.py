@@ -16,7 +16,8 @@ from ppctl.config.field_checks import (
     one_of,
     up_to,
 )
-from ppctl.config.groups.model_settings import UserFunction, VocabSize
+from ppctl.config.groups.model_settings import UserFunction
+from ppctl.config.groups.transformer_sizes import VocabSize
 from ppctl.errors import ConfigError
 
 Tokenizer = Annotated[str, PathCheck("bytes")]

@@ -22,11 +22,12 @@ DISPATCHES = ("gather", "alltoall")
 PRODUCTS = ("auto", "scan", "triton", "ragged_dot")
 
 
-@dataclass
+@dataclass(unsafe_hash=True)
 class Experts:
     """A mixture of experts in place of the MLP: each token is computed by the experts it chooses.
 
     The router's settings cover Mixtral, Qwen2- and Qwen3-MoE, OLMoE, GLM-4.5, DeepSeek-V2 and -V3.
+    Like `Architecture`, it is hashed by its values.
     """
 
     # experts of a layer (a token chooses top_k); None: layers have an MLP
@@ -64,6 +65,12 @@ class Experts:
     capacity: Annotated[float, partial(at_least, least=1)] | None = None
     # products of experts: auto (by device) | scan (CPU) | triton (NVIDIA GPUs) | ragged_dot (TPU)
     kernel: Annotated[str, one_of(*PRODUCTS)] = "auto"
+
+    @property
+    def number(self) -> int:
+        """The number of experts of a layer with experts."""
+        assert self.num_experts is not None, "a layer with experts states their number"
+        return self.num_experts
 
     def has_experts(self, num_layers: int) -> tuple[bool, ...]:
         """Return for each layer whether it has experts.

@@ -6,10 +6,13 @@ of a kv head, M = R*T, H width of a head.
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+
+from ppctl.config.groups.transformer_sizes import Architecture
 
 NEVER = -1e30  # score of a token that is not attended to
 
@@ -25,6 +28,12 @@ class Scoring:
     scale: float | None = None
     softcap: float | None = None
     window: int | None = None
+
+    @classmethod
+    def of(cls, sizes: Architecture, window: int | None) -> Self:
+        """Return the scoring of a transformer's layers with this window; None: no window."""
+        divisor = sizes.query_pre_attn_scalar
+        return cls(None if divisor is None else divisor**-0.5, sizes.attention_softcap, window)
 
     def scale_of(self, head_dim: int) -> float:
         return head_dim**-0.5 if self.scale is None else self.scale

@@ -5,7 +5,6 @@ Shape suffixes: B batch, T tokens, N heads, H width of a head.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -13,69 +12,39 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ppctl.config.groups.rope_settings import Linear, Llama3, Rope, Yarn
 from ppctl.model.parallel import WHOLE, StageAxes, own_tokens
 
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary positions: pair i of the H/2 pairs of a head turns by theta**(-2i/H) radians a token.
-
-    scaling selects the pairs that turn slower by `factor`: none | linear | llama3 | yarn.
-    linear: all pairs (Chen et al. 2023).
-    llama3: pairs with a wavelength above original_len/low_freq_factor. Pairs with a wavelength
-    below original_len/high_freq_factor are unchanged, and those between are mixed (Llama Team 2024;
-    `apply_scaling` of Meta's model.py).
-    yarn: pairs with fewer than beta_slow turns in original_len. Pairs with more than beta_fast
-    turns are unchanged, and a ramp over i mixes those between. Queries and keys are multiplied by
-    attention_factor; None: 1 + log(factor)/10 (Peng et al. 2023).
-    fraction: share of a head's dims that turn, 0..1. The first dims turn, and H above is their
-    number; the other dims are unchanged.
-    """
-
-    theta: float = 10000.0
-    scaling: str = "none"
-    factor: float = 1.0
-    original_len: int = 1
-    low_freq_factor: float = 0.0
-    high_freq_factor: float = 0.0
-    beta_fast: float = 0.0
-    beta_slow: float = 0.0
-    attention_factor: float | None = None
-    fraction: float = 1.0
-
-    def frequencies(self, head_dim: int) -> np.ndarray:
-        """Return the frequency of each pair in radians a token, [H/2]."""
-        half = head_dim // 2
-        plain = self.theta ** (-np.arange(half) / half)
-        if self.scaling == "none":
-            return plain
-        if self.scaling == "linear":
-            return plain / self.factor
-        turns = self.original_len * plain / (2 * math.pi)  # full turns of a pair in original_len
-        if self.scaling == "llama3":
-            low, high = self.low_freq_factor, self.high_freq_factor
-            kept = np.clip((turns - low) / (high - low), 0, 1)
-        else:
-            low = max(math.floor(self._pair_of(self.beta_fast, head_dim)), 0)
-            high = min(math.ceil(self._pair_of(self.beta_slow, head_dim)), head_dim - 1)
-            kept = 1 - np.clip((np.arange(half) - low) / (high - low or 0.001), 0, 1)
-        return plain / self.factor * (1 - kept) + plain * kept
-
-    def _pair_of(self, turns: float, head_dim: int) -> float:
-        """Return the fractional index i of the pair with `turns` turns in original_len tokens."""
-        wavelength = self.original_len / (turns * 2 * math.pi)
-        return head_dim * math.log(wavelength) / (2 * math.log(self.theta))
-
-    @property
-    def magnitude(self) -> float:
-        """Return the factor that multiplies queries and keys: 1 unless scaling=yarn."""
-        if self.scaling != "yarn":
-            return 1.0
-        factor = self.attention_factor
-        return 1 + 0.1 * math.log(self.factor) if factor is None else factor
-
-
 Rotate = Callable[..., jax.Array]  # (x [B, T, N, H], rope, axes of the stage) -> rotated x
+
+
+def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
+    """Return the frequency of each of the H/2 pairs in radians a token: theta**(-2i/H), or scaled.
+
+    H: the number of a head's dims that turn. Sources: linear, Chen et al. 2023; llama3, Llama Team
+    2024 (`apply_scaling` of Meta's model.py); yarn, Peng et al. 2023.
+    """
+    half = head_dim // 2
+    plain = rope.theta ** (-np.arange(half) / half)
+
+    def pair_of(turns: float, length: int) -> float:
+        """Return the fractional index of the pair with this number of turns in `length` tokens."""
+        wavelength = length / (turns * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+
+    match rope.record:
+        case None:
+            return plain
+        case Linear(factor):
+            return plain / factor
+        case Llama3(factor, length, low, high):
+            turns = length * plain / (2 * math.pi)  # full turns of a pair in `length` tokens
+            kept = np.clip((turns - low) / (high - low), 0, 1)
+        case Yarn(factor, length, fast, slow):
+            low = max(math.floor(pair_of(fast, length)), 0)
+            high = min(math.ceil(pair_of(slow, length)), head_dim - 1)
+            kept = 1 - np.clip((np.arange(half) - low) / (high - low or 0.001), 0, 1)
+    return plain / factor * (1 - kept) + plain * kept
 
 
 def rotate(x_BTNH: jax.Array, rope: Rope, axes: StageAxes = WHOLE) -> jax.Array:
@@ -113,7 +82,8 @@ def _tables(
     rope: Rope, num_tokens: int, head_dim: int, dtype: np.dtype
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (cosines [T, 1, 1, H/2], signed sines [T, 1, 2, H/2]) as constants, in NumPy."""
-    frequencies = rope.frequencies(round(rope.fraction * head_dim))
-    angles = np.arange(num_tokens)[:, None, None, None] * frequencies
-    cos, sin = np.cos(angles) * rope.magnitude, np.sin(angles) * rope.magnitude
+    of_pairs, scaling = frequencies(rope, round(rope.fraction * head_dim)), rope.record
+    angles = np.arange(num_tokens)[:, None, None, None] * of_pairs
+    magnitude = scaling.magnitude if isinstance(scaling, Yarn) else 1.0
+    cos, sin = np.cos(angles) * magnitude, np.sin(angles) * magnitude
     return cos.astype(dtype), np.concatenate([-sin, sin], axis=-2).astype(dtype)

@@ -17,12 +17,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.nn import initializers
 from jax.sharding import PartitionSpec as P
 
+from ppctl.config.groups.moe_settings import Experts
+from ppctl.config.groups.transformer_sizes import Architecture
 from ppctl.model.experts.counted_products import counting
 from ppctl.model.experts.dispatch import WAYS, Group, num_rows
 from ppctl.model.experts.grouped_products import Kernel, kernel_for, product
-from ppctl.model.experts.router import ExpertSizes, Tokens, route
+from ppctl.model.experts.router import Tokens, route
 from ppctl.model.layer_reports import report
 from ppctl.model.parallel import StageAxes
+from ppctl.model.random_keys import Draw
 
 Params = dict[str, Any]
 EXPERT_AXES = ("ep", "tp")
@@ -32,24 +35,24 @@ COUNTED, DROPPED = ("router", "bias"), ("router", "dropped")  # parameters with 
 CHOICE_BIAS = "/".join(COUNTED)
 
 
-def new_experts(sizes: ExpertSizes, d_model: int, draw: Any, *, is_gated: bool) -> Params:
-    """Return initial parameters of a layer's router and experts; is_gated: experts have a gate."""
-    E, F = sizes.num_experts, sizes.width
+def new_experts(sizes: Architecture, draw: Draw) -> Params:
+    """Return initial parameters of a layer's router and experts."""
+    E, D, F = sizes.moe.number, sizes.d_model, sizes.expert_width
     kernel = initializers.lecun_normal(batch_axis=0)
-    router = {"kernel": draw(initializers.lecun_normal(), d_model, E)}
+    router = {"kernel": draw(initializers.lecun_normal(), D, E)}
     router |= {"bias": draw(initializers.zeros, E)}
-    if sizes.capacity is not None:
+    if sizes.moe.capacity is not None:
         router |= {"dropped": draw(initializers.zeros, 1)}
-    names = ("up", "gate") if is_gated else ("up",)
-    experts = {name: draw(kernel, E, d_model, F) for name in names}
-    return {"router": router, "experts": experts | {"down": draw(kernel, E, F, d_model)}}
+    names = ("up", "gate") if sizes.is_gated else ("up",)
+    experts = {name: draw(kernel, E, D, F) for name in names}
+    return {"router": router, "experts": experts | {"down": draw(kernel, E, F, D)}}
 
 
-def expert_group(sizes: ExpertSizes, axes: StageAxes) -> Group:
+def expert_group(sizes: Experts, axes: StageAxes) -> Group:
     """Return the devices that divide the experts."""
     named = {name: size for name, size in axes.divided.items() if name in EXPERT_AXES}
     number = axes.parts(EXPERT_AXES)
-    return Group(tuple(named), number, sizes.num_experts // number)
+    return Group(tuple(named), number, sizes.number // number)
 
 
 def expert_specs(axes: StageAxes) -> P:
@@ -61,22 +64,25 @@ def expert_specs(axes: StageAxes) -> P:
 def experts(
     params: Params,
     x_MD: jax.Array,
-    sizes: ExpertSizes,
+    sizes: Experts,
     activation: Any,
     axes: StageAxes,
-    device: Any,
     tokens: Tokens,
     *,
+    device: Any,
+    imbalance: float | None,
     is_counted: bool,
 ) -> jax.Array:
     """Return [M, D], each token's weighted sum of its experts' outputs.
 
     activation: function applied to the output of `gate`, or without a gate to the output of `up`.
-    tokens: the sequences of the rows. is_counted: whether to report counts. Padding is sent to no
-    expert: its result is 0.
+    tokens: the sequences of the rows. Padding is sent to no expert: its result is 0. device: target
+    device of the kernels; None: the first attached one. imbalance: for predictions, which count
+    products but do not run them, the load of the fullest device relative to the mean; None:
+    products run. is_counted: whether to report counts.
     """
     group = expert_group(sizes, axes)
-    times = product(_kernel(sizes, group, x_MD, device))
+    times = product(_kernel(sizes, group, x_MD, device, imbalance))
 
     def compute(rows_RD: jax.Array, sizes_L: jax.Array, weights_R: jax.Array) -> jax.Array:
         of = lambda name: checkpoint_name(times(rows_RD, w[name], sizes_L), "saved")  # noqa: E731
@@ -97,16 +103,18 @@ def experts(
     return y_MD
 
 
-def _kernel(sizes: ExpertSizes, group: Group, x_MD: jax.Array, device: Any) -> Kernel:
+def _kernel(
+    sizes: Experts, group: Group, x_MD: jax.Array, device: Any, imbalance: float | None
+) -> Kernel:
     """Return the kernel for the device, or the counting kernel for predictions."""
-    if sizes.counted is not None:
+    if imbalance is not None:
         most = num_rows(len(x_MD), sizes.top_k, group, sizes.capacity)
-        return counting(min(most, ceil(sizes.counted * len(x_MD) * sizes.top_k)))
+        return counting(min(most, ceil(imbalance * len(x_MD) * sizes.top_k)))
     place = jax.devices()[0] if device is None else device
     return kernel_for(sizes.kernel, place, x_MD.dtype)
 
 
-def counted_updates(sizes: ExpertSizes) -> dict[str, Any]:
+def counted_updates(sizes: Experts) -> dict[str, Any]:
     """Return `StackOptions.updates` of layers with experts.
 
     After a step the choice bias rises for experts with fewer tokens than the mean, and falls for
@@ -120,17 +128,17 @@ def counted_updates(sizes: ExpertSizes) -> dict[str, Any]:
     return updates if sizes.capacity is None else updates | {"/".join(DROPPED): lambda a, _: a}
 
 
-def used_layers(sizes: ExpertSizes | None) -> dict[str, int]:
+def used_layers(sizes: Architecture) -> dict[str, int]:
     """Return `StackOptions.used_layers`: the number of layers that use each part.
 
     It is 0 for parameters that exist only to return token counts as their gradients, so that
     parameter counts leave them out.
     """
-    if sizes is None:
-        return {}
     number = sum(sizes.has_experts)
-    counters = (DROPPED,) if sizes.choice_bias else (COUNTED, DROPPED)
-    used = {"mlp": len(sizes.has_experts) - number} | dict.fromkeys(PARTS, number)
+    if not number:
+        return {}
+    counters = (DROPPED,) if sizes.moe.choice_bias else (COUNTED, DROPPED)
+    used = {"mlp": sizes.num_layers - number} | dict.fromkeys(PARTS, number)
     return used | {"/".join(names): 0 for names in counters}
 
 

@@ -13,46 +13,18 @@ losses by the number of real tokens (`StackOptions.divisors`).
 Shape suffixes: M rows of this device, E experts, K experts of a token, G groups, S sequences.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from ppctl.config.groups.moe_settings import Experts
 from ppctl.model.layer_inputs import attach_loss
 from ppctl.model.layer_reports import report
 from ppctl.model.packed_sequences import Documents
 from ppctl.model.parallel import StageAxes, own_part
 
 EPSILON = 1e-20  # added to sums of sigmoid scores, as DeepSeek-V3 does
-
-
-@dataclass(frozen=True)
-class ExpertSizes:
-    """Sizes and variants of a mixture of experts; `moe_settings.Experts` explains the fields."""
-
-    num_experts: int
-    top_k: int
-    width: int  # hidden width of an expert
-    has_experts: tuple[bool, ...]  # flag of each layer
-    score: str = "softmax"
-    normalize: bool = True
-    scale: float = 1.0
-    choice_bias: bool = False
-    num_groups: int = 1
-    top_groups: int = 1
-    group_score: str = "max"
-    shared_width: int | None = None
-    shared_gate: bool = False
-    balance_loss: float = 0.0
-    z_loss: float = 0.0
-    bias_update: float = 0.0
-    dispatch: str = "gather"
-    capacity: float | None = None
-    kernel: str = "auto"
-    # load of the fullest device relative to the mean, for predictions, which count products but
-    # do not run them; None: products run
-    counted: float | None = None
 
 
 class Tokens(NamedTuple):
@@ -92,7 +64,7 @@ class Routed(NamedTuple):
 def route(
     params: dict[str, jax.Array],
     x_MD: jax.Array,
-    sizes: ExpertSizes,
+    sizes: Experts,
     tokens: Tokens,
     axes: StageAxes,
     *,
@@ -113,7 +85,7 @@ def route(
     # 2. the experts of each token, and their weights
     bias_E = params["bias"].astype(wide) if sizes.choice_bias else 0
     chosen_MK = _chosen(jax.lax.stop_gradient(scores_ME + bias_E), sizes)
-    is_chosen_MKE = chosen_MK[..., None] == jnp.arange(sizes.num_experts)
+    is_chosen_MKE = chosen_MK[..., None] == jnp.arange(sizes.number)
     of_chosen = logits_ME if sizes.score == "softmax_chosen" else scores_ME
     weights_MK = jnp.where(is_chosen_MKE, of_chosen[:, None], 0).sum(-1)
     if sizes.score == "softmax_chosen":
@@ -136,10 +108,10 @@ def route(
         # the report must reach the output, or its counts are lost
         reported_E = report(params["bias"], is_chosen_ME.sum(0))
         weights_MK = weights_MK + 0 * reported_E.sum().astype(wide)
-    return Routed(x_MD, real(chosen_MK, sizes.num_experts), weights_MK)
+    return Routed(x_MD, real(chosen_MK, sizes.number), weights_MK)
 
 
-def _chosen(scores_ME: jax.Array, sizes: ExpertSizes) -> jax.Array:
+def _chosen(scores_ME: jax.Array, sizes: Experts) -> jax.Array:
     """Return the experts of each token, best first, within its best groups."""
     if sizes.num_groups > 1:
         scores_MGE = scores_ME.reshape(len(scores_ME), sizes.num_groups, -1)

@@ -8,19 +8,16 @@ import jax.numpy as jnp
 
 from ppctl import config as settings
 from ppctl.config.field_checks import above_zero, choice, settings_from
-from ppctl.config.groups.model_settings import ATTENTIONS, FAMILIES, AnyModel, Linear, Llama3, Yarn
-from ppctl.config.groups.model_settings import Rope as RopeSettings
+from ppctl.config.groups.model_settings import ATTENTIONS, AnyModel
+from ppctl.config.groups.transformer_sizes import Architecture
 from ppctl.data import DataSet
 from ppctl.errors import ConfigError
 from ppctl.model import mlp as mlp_model
 from ppctl.model import transformer as transformer_model
-from ppctl.model.architecture import Architecture
 from ppctl.model.attention.attention_kernels import Kernel, choose
 from ppctl.model.attention.attention_kernels import attention as attention_of
 from ppctl.model.attention.attention_scores import Scoring
-from ppctl.model.attention.rotary_positions import Rope
 from ppctl.model.experts import grouped_products
-from ppctl.model.experts.router import ExpertSizes
 from ppctl.model.lora import Lora
 from ppctl.model.stack import Stack
 from ppctl.training.pipeline.call_checks import whole_number
@@ -55,8 +52,7 @@ def transformer(
     """
     sizes |= {"vocab_size": vocab_size}
     model = _checked(settings.Transformer, sizes, drop=("name", "seq_len"))
-    of_model = model.attention, architecture(model, vocab_size, lora)
-    return _transformer(*of_model, dtype=dtype, packed=packed)
+    return _transformer(model.attention, model.architecture, lora, dtype=dtype, packed=packed)
 
 
 def attention(
@@ -134,115 +130,35 @@ def _checked(schema: type, sizes: dict[str, Any], drop: tuple[str, ...]) -> Any:
     return model
 
 
-def architecture(
-    model: settings.Transformer, vocab_size: int, lora: Lora | None = None
-) -> Architecture:
-    """Return a transformer's sizes and variants, from its settings and those of its family."""
-    family, theta = FAMILIES[model.family], model.rope.local_theta
-    if lora is not None:
-        model.moe.check_frozen()
-    return Architecture(
-        num_layers=model.num_layers,
-        d_model=model.d_model,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        mlp_width=model.hidden_width,
-        activation=model.activation,
-        vocab_size=vocab_size,
-        tied=model.tied,
-        rope=replace(_rope(model.rope), fraction=model.rope.fraction),
-        local_rope=None if theta is None else Rope(theta, fraction=model.rope.fraction),
-        scale_embedding=family.scale_embedding,
-        norm_eps=model.norm_eps,
-        norm_plus_one=family.norm_plus_one,
-        post_norms=family.post_norms,
-        qkv_bias=family.qkv_bias,
-        qk_norm=family.qk_norm,
-        whole_qk_norm=family.whole_qk_norm,
-        query_pre_attn_scalar=model.query_pre_attn_scalar,
-        attention_softcap=model.attention_softcap,
-        logit_softcap=model.logit_softcap,
-        windows=model.windows,
-        dropout=model.dropout,
-        linear_dtype=model.linear_dtype,
-        moe=expert_sizes(model),
-        lora=lora,
-    )
-
-
-def expert_sizes(model: settings.Transformer) -> ExpertSizes | None:
-    """Return the sizes of a transformer's experts; None without experts."""
-    moe = model.moe
-    if moe.num_experts is None:
-        return None
-    return ExpertSizes(
-        num_experts=moe.num_experts,
-        top_k=moe.top_k,
-        width=moe.width or model.hidden_width,
-        has_experts=model.has_experts,
-        score=moe.score,
-        normalize=moe.normalize,
-        scale=moe.scale,
-        choice_bias=moe.choice_bias,
-        num_groups=moe.num_groups,
-        top_groups=moe.top_groups,
-        group_score=moe.group_score,
-        shared_width=moe.shared_width,
-        shared_gate=moe.shared_gate,
-        balance_loss=moe.balance_loss,
-        z_loss=moe.z_loss,
-        bias_update=moe.bias_update,
-        dispatch=moe.dispatch,
-        capacity=moe.capacity,
-        kernel=moe.kernel,
-    )
-
-
-def _rope(rope: RopeSettings) -> Rope:
-    """Return the rotary positions of these settings."""
-    match rope.record:
-        case None:
-            return Rope(rope.theta)
-        case Linear(factor):
-            return Rope(rope.theta, "linear", factor)
-        case Llama3(factor, length, low, high):
-            return Rope(
-                rope.theta, "llama3", factor, length, low_freq_factor=low, high_freq_factor=high
-            )
-        case Yarn(factor, length, fast, slow, scale):
-            return Rope(
-                rope.theta,
-                "yarn",
-                factor,
-                length,
-                beta_fast=fast,
-                beta_slow=slow,
-                attention_factor=scale,
-            )
-
-
 @lru_cache(32)
 def _transformer(
-    kernel: str, sizes: Architecture, *, dtype: Any, packed: bool, device: Any = None
+    kernel: str,
+    sizes: Architecture,
+    lora: Lora | None,
+    *,
+    dtype: Any,
+    packed: bool,
+    device: Any = None,
+    imbalance: float | None = None,
 ) -> Stack:
     """Return a transformer of these sizes as a stack, with an attention kernel.
 
     Equal requests get one stack, so that JAX traces its functions once in a process.
     """
-    mix = lambda axes, scoring: attention_of(kernel, device, axes, scoring)  # noqa: E731
-    how: dict[str, Any] = {"mix": mix, "dtype": dtype, "packed": packed, "device": device}
-    stack = transformer_model.transformer(**vars(sizes), **how)
-    there = partial(_transformer, kernel, dtype=dtype, packed=packed)
-    stack = stack.with_options(on_device=lambda device: there(sizes, device=device))
-    if (moe := sizes.moe) is None:
+    stack = transformer_model.transformer(
+        sizes,
+        mix=partial(attention_of, kernel, device),
+        dtype=dtype,
+        packed=packed,
+        device=device,
+        lora=lora,
+        imbalance=imbalance,
+    )
+    same = partial(_transformer, kernel, sizes, lora, dtype=dtype, packed=packed)
+    stack = stack.with_options(on_device=lambda device: same(device=device))
+    if not any(sizes.has_experts):
         return stack
-
-    def counted(imbalance: float) -> Stack:
-        of_counted = replace(sizes, moe=replace(moe, counted=imbalance))
-        return there(of_counted, device=device)
-
-    return stack.with_options(counted=counted)
+    return stack.with_options(counted=lambda load: same(device=device, imbalance=load))
 
 
 def make_stack(
@@ -261,11 +177,11 @@ def make_stack(
     """
     dtype = jnp.promote_types(compute, jnp.float32)  # dtype of the parameters
     if isinstance(model, settings.Transformer):
-        sizes = architecture(model, _vocab_size(model, data), lora)
+        sizes = replace(model.architecture, vocab_size=_vocab_size(model, data))
         attention_kernels(model, cp, compute, device, data)  # raises for a kernel that cannot run
         expert_kernel(model, compute, device)
-        how: dict[str, Any] = {"dtype": dtype, "packed": data.is_packed, "device": device}
-        return _transformer(model.attention, sizes, **how)
+        made_for = partial(_transformer, dtype=dtype, packed=data.is_packed, device=device)
+        return made_for(model.attention, sizes, lora)
     if isinstance(model, settings.CustomModel):
         how: dict[str, Any] = {"layers": model.layers, "mixes_examples": model.mixes_examples}
         how |= {"data": data, "dtype": dtype, "compute": compute, "device": device}
@@ -310,9 +226,7 @@ def attention_kernels(
     ConfigError if the device cannot run a kernel.
     """
     length = model.seq_len if cp == 1 else -(-model.seq_len // (2 * cp))
-    scorings = [
-        Scoring(None, model.attention_softcap, window) for window in dict.fromkeys(model.windows)
-    ]
+    scorings = [Scoring.of(model, window) for window in dict.fromkeys(model.windows)]
     of_model = model.attention, device, compute, model.head_width, length, cp
     return tuple(dict.fromkeys(choose(*of_model, each, packed=data.is_packed) for each in scorings))
 
