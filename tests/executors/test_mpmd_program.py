@@ -14,7 +14,6 @@ from support.selection import full
 
 from ppctl.executors import compiler_options
 from ppctl.executors.mpmd.dispatch_plan import last_uses
-from ppctl.executors.mpmd.mpmd_runtime import MOST_STARTED
 from ppctl.schedule.costs import task_costs
 from ppctl.schedule.families.registry import FAMILIES
 from ppctl.schedule.placement_costs import peak_activations
@@ -188,27 +187,14 @@ def test_parameters_and_optimizer_state_live_on_their_rank_only():
     np.testing.assert_array_equal(*copies)
 
 
-def test_the_host_waits_before_a_device_has_as_many_programs_under_way_as_xla_lets_it_have():
-    """Or threads of XLA that start programs wait for each other: with several devices of a rank in
-    a process.
-    """
-
-    class Turn:
-        def __init__(self):
-            under_way.append(self)
-
-        def block_until_ready(self):
-            assert under_way.pop(0) is self, "the first one is waited for"
-
+def test_ranks_of_several_devices_limit_their_programs_under_way():
+    """A turn is a result of each program; XLA starts those of one device in the host's thread."""
     runtime = make_engine(case_of("1f1b", mesh=(2, 2, 1)))[0].runtime
-    under_way = []
-    for _ in range(200):
-        runtime.pass_turn(1, Turn())
-        assert len(under_way) <= MOST_STARTED // 2
+    assert [each.is_limited for each in runtime.under_way] == [True, True]
+    runtime.pass_turn(1, turn := np.int32(1))
+    assert list(runtime.under_way[1].results) == [turn]
     alone = make_engine(case_of("1f1b", mesh=(1, 2, 1)))[0].runtime
-    assert alone.under_way == [None, None], (
-        "XLA starts the programs of one device in the host's own thread"
-    )
+    assert [each.is_limited for each in alone.under_way] == [False, False]
 
 
 def test_an_option_that_this_compiler_does_not_have_is_left_out(monkeypatch):

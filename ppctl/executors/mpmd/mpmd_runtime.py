@@ -11,7 +11,7 @@ docs/executors-internals.md, "The turns of mpmd", proves that this cannot deadlo
 """
 
 import os
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -42,9 +42,9 @@ from ppctl.executors.mpmd.transfers import (
     processes,
 )
 from ppctl.executors.parameter_layout import without_axes
+from ppctl.executors.programs_under_way import ProgramsUnderWay
 
 Tree = Any
-MOST_STARTED = 32  # programs in flight per device that XLA allows on CPU
 
 
 class Runtime:
@@ -62,11 +62,9 @@ class Runtime:
         self.abstract = AbstractMesh(one.devices.shape, one.axis_names, axis_types=one.axis_types)
         self.is_described = is_described(one)
         self.is_mine = tuple(self.is_described or is_mine(submesh) for submesh in submeshes)
-        # 2. the turn of each rank, and the turns of its unfinished programs (None: no limit)
+        # 2. the turn of each rank, and the turns of its unfinished programs
         self.turns = [self.numbers(np.zeros((), np.int32), r) for r in range(len(submeshes))]
-        mine, is_cpu = jax.process_index(), one.devices.flat[0].platform == "cpu"
-        limited = [is_cpu and processes(submesh).count(mine) > 1 for submesh in submeshes]
-        self.under_way = [deque[jax.Array]() if limit else None for limit in limited]
+        self.under_way = [*map(ProgramsUnderWay, submeshes)]
         # 3. programs: `traced` with the shapes of their results, `compiled` by key of `_place`
         self.traced: dict[ProgramId, tuple[jax.stages.Traced, tuple]] = {}
         self.lowered: dict[ProgramId, jax.stages.Lowered] = {}
@@ -85,11 +83,8 @@ class Runtime:
     def pass_turn(self, rank: int, turn: jax.Array | None) -> None:
         """Set the turn for a rank's next program; wait if too many of its programs are pending."""
         self.turns[rank] = turn
-        under_way = self.under_way[rank]
-        if under_way is not None and turn is not None:
-            under_way.append(turn)
-            if len(under_way) > MOST_STARTED // 2:
-                under_way.popleft().block_until_ready()
+        if turn is not None:
+            self.under_way[rank].add(turn)
 
     def wait(self) -> None:
         """Wait until all dispatched programs are done."""

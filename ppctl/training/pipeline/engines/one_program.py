@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from ppctl.executors.compiler_options import Flags, compiled_quickly, temp_bytes, total_bytes
 from ppctl.executors.model_shapes import shard_bytes, shard_shapes
+from ppctl.executors.programs_under_way import ProgramsUnderWay
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.random_keys import SEED, key_of_seed, with_example_keys
 from ppctl.schedule.mesh_axes import DATA_AXES
@@ -49,15 +50,15 @@ class OneProgram:
 
     def new_state(self, seed: int | None = None) -> Tree:
         """Return the initial state of model and seed; seed=None: the seed of the request."""
-        return self.states.new(seed)
+        return self.under_way.ended(self.states.new(seed))
 
     def to_natural(self, state: Tree) -> Tree:
         """Return a state in natural order, as in checkpoints, on the whole mesh."""
-        return self.states.to_natural(state)
+        return self.under_way.ended(self.states.to_natural(state))
 
     def from_natural(self, state: Tree) -> Tree:
         """Return the engine's state from a state in natural order."""
-        return self.states.to_staged(state)
+        return self.under_way.ended(self.states.to_staged(state))
 
     def share(self, rank: int) -> Tree:
         """Return the shapes of one device's share of a rank's {"params", "optimizer", "step"}."""
@@ -66,7 +67,7 @@ class OneProgram:
 
     def params(self, state: Tree) -> Tree:
         """Return a state's parameters in natural order on the whole mesh."""
-        return self.states.params_to_natural(state["params"])
+        return self.under_way.ended(self.states.params_to_natural(state["params"]))
 
     @property
     def state_shapes(self) -> Tree:
@@ -90,6 +91,10 @@ class OneProgram:
     def _seed_key(self) -> dict[str, np.ndarray]:
         """The random key of the seed, an extra entry of batches; {} if no layer takes a key."""
         return {SEED: key_of_seed(self.states.seed)} if self.takes_key else {}
+
+    @cached_property
+    def under_way(self) -> ProgramsUnderWay:
+        return ProgramsUnderWay(self.states.layout.mesh)
 
     @property
     def train_step(self) -> Callable[..., tuple[Tree, dict[str, jax.Array]]]:
@@ -151,18 +156,22 @@ class OneProgram:
 
         Requires `compile`. The memory of `state` is reused.
         """
-        return self.compiled["step"](state, batch | self._seed_key)
+        state, numbers = self.compiled["step"](state, batch | self._seed_key)
+        self.under_way.add(numbers[LOSS])
+        return state, numbers
 
     def loss(self, state: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
         """Return (mean loss of a batch, number of losses); requires `compile(evaluate=True)`."""
-        return self.compiled["loss"](state["params"], batch)
+        found = self.compiled["loss"](state["params"], batch)
+        self.under_way.add(found[0])
+        return found
 
     def loss_and_grads(self, state: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
         """Return (mean loss, gradients in natural order) of a batch."""
         with_keys, loss_and_grads, to_natural = self._of_gradients
         batch = with_keys(batch | self._seed_key, state["step"])
         losses, grads = loss_and_grads(state["params"], batch)
-        return losses[LOSS], to_natural(grads)
+        return self.under_way.ended((losses[LOSS], to_natural(grads)))
 
     @cached_property
     def _of_gradients(self) -> tuple[Callable[..., Any], ...]:

@@ -5,7 +5,7 @@ devices of the pipeline. So results do not depend on schedule, executor or mesh.
 examples is possible: copies of the first example fill the last group, with weight 0.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ppctl.executors.compiler_options import compiled_quickly
+from ppctl.executors.programs_under_way import ProgramsUnderWay
 from ppctl.executors.reference import by_example, outputs_of, reference
 from ppctl.model.random_keys import SEED, key_of_seed, with_example_keys
 from ppctl.model.stack import Stack, divisor, init, num_examples
@@ -41,21 +42,27 @@ class WholeModel:
 
     def predict(self, params: Tree, inputs: Tree) -> Tree:
         """Return the outputs [examples, ...] for inputs [examples, ...]."""
-        groups = [
-            self._predict(params, group["inputs"]) for group, _ in self._groups({"inputs": inputs})
-        ]
-        number = num_examples(inputs)
-        return jax.tree.map(lambda *parts: jnp.concatenate(parts)[:number], *groups)
+        ended, groups = ProgramsUnderWay(self.mesh).ended, self._groups({"inputs": inputs})
+        parts = [ended(self._predict(params, group["inputs"])) for group, _ in groups]
+        return ended(self._joined(num_examples(inputs), parts))
 
     def evaluate(self, params: Tree, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         """Return the means of the loss and of each metric over a batch {"inputs", "targets"}."""
-        sums = [self._sums(params, group, valid) for group, valid in self._groups(batch)]
+        ended, groups = ProgramsUnderWay(self.mesh).ended, self._groups(batch)
+        sums = [ended(self._sums(params, group, valid)) for group, valid in groups]
         totals = jax.tree.map(lambda *parts: sum(parts[1:], start=parts[0]), *sums)
-        return {name: total / divisor(weight) for name, (total, weight) in totals.items()}
+        return ended({name: total / divisor(n) for name, (total, n) in totals.items()})
 
     @cached_property
     def _predict(self) -> Callable[[Tree, Tree], Tree]:
         return jax.jit(outputs_of(self.stack, dtype=self.dtype))
+
+    @cached_property
+    def _joined(self) -> Callable[[int, Sequence[Tree]], Tree]:
+        def joined(number: int, parts: Sequence[Tree]) -> Tree:
+            return jax.tree.map(lambda *arrays: jnp.concatenate(arrays)[:number], *parts)
+
+        return jax.jit(joined, static_argnums=0)
 
     @cached_property
     def _sums(self) -> Callable[[Tree, Tree, jax.Array], dict[str, tuple[jax.Array, jax.Array]]]:
@@ -88,14 +95,16 @@ def of_author(stack: Stack, tree: Tree) -> Tree:
     """Return a tree with the parameters in it named as by the network's author.
 
     Converts each subtree {"embed_head", "layers"}, such as gradients. If the model is not a
-    network, the tree stays unchanged.
+    network, the tree stays unchanged. The arrays may be divided over devices, so that a program
+    converts them: single operations, each with collectives, would be too many programs under way.
     """
     network = stack.options.network
     if network is None:
         return tree
     is_form = lambda node: isinstance(node, dict) and {*node} == {"embed_head", "layers"}  # noqa: E731
-    whole = lambda a: network.from_parts(jax.tree.map(jnp.asarray, a)) if is_form(a) else a  # noqa: E731
-    return jax.tree.map(whole, tree, is_leaf=is_form)
+    whole = compiled_quickly(network.from_parts)
+    convert = lambda a: jax.block_until_ready(whole(a)) if is_form(a) else a  # noqa: E731
+    return jax.tree.map(convert, tree, is_leaf=is_form)
 
 
 def initial_params(stack: Stack, seed: int) -> Tree:
