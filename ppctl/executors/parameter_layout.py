@@ -1,27 +1,24 @@
-"""The layout of parameters: chunks of layers on ranks, and the sharding of each array.
+"""The layout of parameters: the shards of a rank's arrays, and the staged form of all ranks.
 
-natural: leaf [L, ...], layers in model order, as in checkpoints.
-
-staged: leaf [V, P, K, ...]: chunk v of rank p holds K layers. Zeros pad smaller stages to K, so
-every device has parameters, gradients, optimizer state and stash slots of the largest stage. A dim
-that axes inside a stage (such as tp) divide is padded with zeros to a multiple of their size.
+The placement of layers in slots is `layer_placement`. Every device has parameters, gradients,
+optimizer state and stash slots of the largest stage. A dim that axes inside a stage (such as tp)
+divide is padded with zeros to a multiple of their size.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ppctl.executors.layer_placement import Placement
 from ppctl.model.fp8_products import gather_rounded
 from ppctl.model.parallel import StageAxes
-from ppctl.schedule.mesh_axes import STAGE_AXES
-from ppctl.schedule.partition.partition import Partition
+from ppctl.schedule.mesh_axes import STAGE_AXES, MeshSizes
 
 Tree = Any
 
@@ -91,12 +88,13 @@ def is_layer(path: tuple) -> bool:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The placement of a stack on a mesh."""
+class RankLayout:
+    """The storage of one rank's parameters: divided dims, their padding, PartitionSpecs.
 
-    mesh: Mesh
-    partition: Partition
-    rank_of: tuple[int, ...]  # rank of each stage
+    sizes: of the mesh; "pp" is the number of ranks that store embedding and head together.
+    """
+
+    sizes: MeshSizes
     # divided parameters: `shards_of`
     shards: Mapping[tuple[str, ...], Shard] = field(default_factory=dict, hash=False)
     auto: tuple[str, ...] = ()  # axes that XLA partitions the model over, such as tp
@@ -109,64 +107,6 @@ class Layout:
             return P() if shard is None else P(*[None] * shard.dim, shard.axes)
 
         return jax.tree_util.tree_map_with_path(spec, params)
-
-    @cached_property
-    def counts(self) -> np.ndarray:
-        """Number of layers of each stage, int [V, P]."""
-        counts = [len(layers) for layers in self._by_chunk()]
-        return np.array(counts, np.int32).reshape(-1, self.mesh.shape["pp"])
-
-    @property
-    def is_even(self) -> bool:
-        return bool((self.counts == self.counts.max()).all())
-
-    @cached_property
-    def _is_in_order(self) -> bool:
-        """Whether natural order is staged order: stages are equal and placed round-robin."""
-        _, place = self._index
-        return self.is_even and bool((place == np.arange(len(place))).all())
-
-    @property
-    def num_chunks(self) -> int:
-        return len(self.counts)
-
-    def _by_chunk(self) -> list[range]:
-        """Return the layers of (chunk 0, rank 0), (chunk 0, rank 1), ...; looped: model order."""
-        num_ranks = self.mesh.shape["pp"]
-        stages: list[list[range]] = [[] for _ in range(num_ranks)]
-        for layers, rank in zip(self.partition, self.rank_of, strict=True):
-            stages[rank].append(layers)
-        return [stages[r][v] for v in range(len(stages[0])) for r in range(num_ranks)]
-
-    @cached_property
-    def _index(self) -> tuple[np.ndarray, np.ndarray]:
-        """(layer of each slot [V, P, K], 0 in padding; flat index of each layer's slot [L])."""
-        stages = self._by_chunk()
-        longest = max(map(len, stages))
-        layer = np.zeros((len(stages), longest), np.int32)
-        place = np.zeros(sum(map(len, stages)), np.int32)
-        for i, layers in enumerate(stages):
-            layer[i, : len(layers)] = layers
-            place[layers.start : layers.stop] = i * longest + np.arange(len(layers))
-        return layer.reshape(*self.counts.shape, longest), place
-
-    @property
-    def numbers(self) -> np.ndarray:
-        """Layer number of each slot, int [V, P, K]; 0 in padding."""
-        return self._index[0]
-
-    @property
-    def layer_in_slot(self) -> np.ndarray:
-        """Layer number of each slot, int [V, P, K]; -1 in padding."""
-        return np.where(np.arange(self.numbers.shape[2]) < self.counts[..., None], self.numbers, -1)
-
-    def among(self, chunk: int) -> tuple[tuple[int, ...], ...]:
-        """Return the layers that ranks hold in each slot of a chunk; (0,) if all are padding."""
-        slots = []
-        for k in range(self.numbers.shape[2]):
-            held = self.numbers[chunk, :, k][k < self.counts[chunk]]
-            slots.append(tuple(np.unique(held).tolist()) or (0,))
-        return tuple(slots)
 
     def shard(self, path: tuple, shape: tuple[int, ...]) -> Shard | None:
         """Return the `Shard` of a leaf with this shape (of one layer); None if it is not divided.
@@ -185,83 +125,25 @@ class Layout:
         found = tuple(shard is not None and "pp" in shard.axes for shard in shards)
         return found if any(found) else None
 
-    def to_staged(self, tree: Tree) -> Tree:
-        """Return the staged form of a tree in natural order."""
-        layer, _ = self._index
-        valid = self.layer_in_slot >= 0
-
-        def convert(path: tuple, leaf: jax.Array) -> jax.Array:
-            if not is_layer(path):
-                return leaf
-            if self._is_in_order:
-                return leaf.reshape(*layer.shape, *leaf.shape[1:])
-            staged = leaf[layer]
-            is_held = valid.reshape(valid.shape + (1,) * (leaf.ndim - 1))
-            return jnp.where(is_held, staged, jnp.zeros((), staged.dtype))
-
-        return jax.tree_util.tree_map_with_path(convert, self.padded(tree, 1))
-
-    def to_natural(self, tree: Tree) -> Tree:
-        """Return the natural form of a staged tree."""
-        _, place = self._index
-
-        def convert(path: tuple, leaf: jax.Array) -> jax.Array:
-            if not is_layer(path):
-                return leaf
-            layers = leaf.reshape(-1, *leaf.shape[3:])
-            return layers if self._is_in_order else layers[place]
-
-        return self.unpadded(jax.tree_util.tree_map_with_path(convert, tree), 1)
-
     def padded(self, tree: Tree, num_stacked: int) -> Tree:
         """Return a tree with divided dims zero-padded; num_stacked: leading dims of layers."""
-        return self._resized(tree, num_stacked, lambda shard: shard.padded)
+        return self._resized(tree, num_stacked, is_padded=True)
 
     def unpadded(self, tree: Tree, num_stacked: int) -> Tree:
         """Return a tree without the zeros that `padded` adds."""
-        return self._resized(tree, num_stacked, lambda shard: shard.size)
+        return self._resized(tree, num_stacked, is_padded=False)
 
-    def _resized(self, tree: Tree, num_stacked: int, size_of: Callable[[Shard], int]) -> Tree:
+    def _resized(self, tree: Tree, num_stacked: int, *, is_padded: bool) -> Tree:
         def convert(path: tuple, leaf: jax.Array) -> jax.Array:
             first = num_stacked * is_layer(path)
             shard = self.shard(path, leaf.shape[first:])
             if shard is None or shard.padded == shard.size:
                 return leaf
-            widths = [(0, 0, 0)] * leaf.ndim
-            widths[first + shard.dim] = (0, size_of(shard) - leaf.shape[first + shard.dim], 0)
+            widths, size = [(0, 0, 0)] * leaf.ndim, shard.padded if is_padded else shard.size
+            widths[first + shard.dim] = (0, size - leaf.shape[first + shard.dim], 0)
             return jax.lax.pad(leaf, jnp.zeros((), leaf.dtype), widths)
 
         return jax.tree_util.tree_map_with_path(convert, tree)
-
-    def staged_specs(self, tree: Tree) -> Tree:
-        """Return a staged tree's PartitionSpecs over pp, fsdp and the axes inside a stage."""
-
-        spec = lambda path, leaf: self.staged_spec(path, leaf.shape)  # noqa: E731
-        return jax.tree_util.tree_map_with_path(spec, tree)
-
-    def staged_spec(
-        self, path: tuple, shape: tuple[int, ...], axes: tuple[str, ...] = ("pp", "fsdp")
-    ) -> P:
-        """Return the spec of a staged leaf; axes: axes that shard embedding and head."""
-        if is_layer(path):
-            of_layer = shape[3:]
-            shard = self.shard(path, of_layer)
-            return P(None, "pp", None, *self.over(of_layer, ("fsdp",), shard))
-        return P(*self.over(shape, axes, self.shard(path, shape)))
-
-    def natural_specs(self, tree: Tree) -> Tree:
-        """Return a natural tree's PartitionSpecs; layers are over pp only if pp divides L."""
-
-        def spec(path: tuple, leaf: jax.Array) -> P:
-            shard = self.shard(path, leaf.shape[is_layer(path) :])
-            if shard is not None and shard.padded > shard.size:
-                shard = None
-            if is_layer(path):
-                over_pp = "pp" if leaf.shape[0] % self.mesh.shape["pp"] == 0 else None
-                return P(over_pp, *self.over(leaf.shape[1:], ("fsdp",), shard))
-            return P(*self.over(leaf.shape, ("pp", "fsdp"), shard))
-
-        return jax.tree_util.tree_map_with_path(spec, tree)
 
     def over(
         self, shape: tuple[int, ...], axes: tuple[str, ...], shard: Shard | None = None
@@ -281,7 +163,7 @@ class Layout:
         if shard is not None:
             names[dim] = shard.axes
         for those in (axes, axes[-1:]):
-            size = int(np.prod([self.mesh.shape[name] for name in those]))
+            size = self.sizes.along(those)
             fits = [d for d, n in enumerate(left) if n % size == 0 and is_free[d]]
             if fits and size > 1:
                 names[fits[0]] += those
@@ -289,6 +171,62 @@ class Layout:
         while names and not names[-1]:
             names.pop()
         return tuple(each or None for each in names)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The natural and staged forms of a stack on a mesh of ranks of equal sizes."""
+
+    mesh: Mesh
+    placement: Placement
+    of_rank: RankLayout
+
+    def to_staged(self, tree: Tree) -> Tree:
+        """Return the staged form of a tree in natural order."""
+        return self._converted(self.of_rank.padded(tree, 1), self.placement.staged)
+
+    def to_natural(self, tree: Tree) -> Tree:
+        """Return the natural form of a staged tree."""
+        return self.of_rank.unpadded(self._converted(tree, self.placement.natural), 1)
+
+    def _converted(self, tree: Tree, of_layers: Callable[[jax.Array], jax.Array]) -> Tree:
+        def convert(path: tuple, leaf: jax.Array) -> jax.Array:
+            return of_layers(leaf) if is_layer(path) else leaf
+
+        return jax.tree_util.tree_map_with_path(convert, tree)
+
+    def staged_specs(self, tree: Tree) -> Tree:
+        """Return a staged tree's PartitionSpecs over pp, fsdp and the axes inside a stage."""
+
+        def spec(path: tuple, leaf: jax.Array) -> P:
+            return self.staged_spec(path, leaf.shape)
+
+        return jax.tree_util.tree_map_with_path(spec, tree)
+
+    def staged_spec(
+        self, path: tuple, shape: tuple[int, ...], axes: tuple[str, ...] = ("pp", "fsdp")
+    ) -> P:
+        """Return the spec of a staged leaf; axes: axes that shard embedding and head."""
+        rank = self.of_rank
+        if is_layer(path):
+            of_layer = shape[3:]
+            return P(None, "pp", None, *rank.over(of_layer, ("fsdp",), rank.shard(path, of_layer)))
+        return P(*rank.over(shape, axes, rank.shard(path, shape)))
+
+    def natural_specs(self, tree: Tree) -> Tree:
+        """Return a natural tree's PartitionSpecs; layers are over pp only if pp divides L."""
+        rank = self.of_rank
+
+        def spec(path: tuple, leaf: jax.Array) -> P:
+            shard = rank.shard(path, leaf.shape[is_layer(path) :])
+            if shard is not None and shard.padded > shard.size:
+                shard = None
+            if is_layer(path):
+                over_pp = "pp" if leaf.shape[0] % rank.sizes.pp == 0 else None
+                return P(over_pp, *rank.over(leaf.shape[1:], ("fsdp",), shard))
+            return P(*rank.over(leaf.shape, ("pp", "fsdp"), shard))
+
+        return jax.tree_util.tree_map_with_path(spec, tree)
 
     def shardings(self, specs: Tree) -> Tree:
         """Return the NamedSharding of each PartitionSpec on the mesh."""

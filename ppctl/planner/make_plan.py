@@ -208,7 +208,7 @@ def _stages(job: TrainingJob, costs: Costs | None) -> dict[str, Any]:
         return {"stages": (), "transfer_s": None}
     stages, is_described = list[StagePart](), job.config.plan.only_predicts_topology
     numbers = pipe.meshes.device_numbers
-    for s, (layers, rank) in enumerate(zip(pipe.partition, pipe.layout.rank_of, strict=True)):
+    for s, (layers, rank) in enumerate(pipe.layout.placement.stages):
         devices = () if is_described else numbers[rank]
         seconds = (None if costs is None else costs.seconds(kind, s, 1) for kind in "FBIW")
         stages.append(StagePart(layers.start, len(layers), rank, devices, *seconds))

@@ -12,7 +12,8 @@ from support.cases import SAME_BITS, make_params, make_stack
 
 from ppctl.errors import ConfigError
 from ppctl.executors.device_mesh import make_mesh
-from ppctl.executors.parameter_layout import Layout
+from ppctl.executors.layer_placement import Placement
+from ppctl.executors.parameter_layout import Layout, RankLayout
 from ppctl.model.stack import init
 from ppctl.schedule.families.stage_placement import loop, v_shape
 from ppctl.schedule.mesh_axes import MeshSizes
@@ -38,7 +39,11 @@ layouts = pytest.mark.parametrize("size", [pytest.param(size) for size in LAYOUT
 def layout_of(size):
     num_layers, mesh, num_chunks = size
     rank_of = v_shape(mesh[1]) if num_chunks == "V" else loop(mesh[1], num_chunks)
-    return Layout(make_mesh(MeshSizes(*mesh)), uniform(num_layers, len(rank_of)), rank_of)
+    return on_mesh(MeshSizes(*mesh), Placement(uniform(num_layers, len(rank_of)), rank_of))
+
+
+def on_mesh(sizes, placement):
+    return Layout(make_mesh(sizes), placement, RankLayout(sizes))
 
 
 def bits(tree):
@@ -64,12 +69,8 @@ def test_staging_and_back_keeps_every_bit(size):
 @pytest.mark.parametrize("sizes", [(0, 5, 3, 0), (0, 1, 1, 6), (8, 0)], ids=str)
 def test_staging_and_back_keeps_every_bit_where_a_stage_has_no_layer(sizes):
     num_ranks = len(sizes)
-    layout, tree = (
-        Layout(
-            make_mesh(MeshSizes(1, num_ranks, 1)), explicit(8, num_ranks, sizes), loop(num_ranks)
-        ),
-        tree_of(8),
-    )
+    placement = Placement(explicit(8, num_ranks, sizes), loop(num_ranks))
+    layout, tree = on_mesh(MeshSizes(1, num_ranks, 1), placement), tree_of(8)
     staged = layout.to_staged(tree)
     assert jax.tree.leaves(staged["params"]["layers"])[0].shape[:3] == (1, num_ranks, max(sizes))
     assert bits(layout.to_natural(staged)) == bits(tree)
@@ -82,15 +83,15 @@ def test_every_layer_lies_in_its_stage_and_the_padding_is_zero(size):
     num_chunks = 2 if shape == "V" else shape
     natural = np.arange(1.0, num_layers + 1)[:, None] * np.ones(3)
     staged = np.asarray(layout.to_staged({"layers": natural})["layers"])
-    assert layout.num_chunks == num_chunks
-    assert layout.is_even == (num_layers % (num_ranks * num_chunks) == 0)
-    for stage, layers in enumerate(layout.partition):
+    assert layout.placement.num_chunks == num_chunks
+    assert layout.placement.is_even == (num_layers % (num_ranks * num_chunks) == 0)
+    for stage, layers in enumerate(layout.placement.partition):
         chunk, rank = divmod(stage, num_ranks)
         if shape == "V" and chunk == 1:
             rank = num_ranks - 1 - rank
         held = staged[chunk, rank, :, 0].tolist()
         assert held == [l + 1 for l in layers] + [0.0] * (len(held) - len(layers))
-        assert layout.counts[chunk, rank] == len(layers)
+        assert layout.placement.counts[chunk, rank] == len(layers)
 
 
 @cache
@@ -127,7 +128,7 @@ def test_layers_are_sharded_over_pp_and_fsdp_and_embed_head_over_both(size):
     staged = layout.to_staged(make_params(make_stack("untied gelu", size[0])))
     placed = jax.device_put(staged, layout.shardings(layout.staged_specs(staged)))
     for leaf in jax.tree.leaves(placed["layers"]):  # every dim after [V, P, K] is a multiple of 8
-        assert leaf.shape[:2] == (layout.num_chunks, num_ranks)
+        assert leaf.shape[:2] == (layout.placement.num_chunks, num_ranks)
         assert leaf.addressable_shards[0].data.size * num_ranks * num_shards == leaf.size
         assert leaf.addressable_shards[0].data.shape[1] == 1
     for leaf in jax.tree.leaves(placed["embed_head"]):

@@ -44,7 +44,7 @@ def test_nan_of_empty_slots_goes_nowhere(schedule, pp, num_chunks, num_layers, r
     )
     assert losses["loss"] == pytest.approx(float(expected_loss["loss"]), rel=1e-12)
     assert difference(layout.to_natural(jax.tree.map(np.asarray, grads)), expected) <= 1e-10
-    padding = np.arange(layout.counts.max()) >= layout.counts[..., None]
+    padding = np.arange(layout.placement.counts.max()) >= layout.placement.counts[..., None]
     assert not np.asarray(grads["layers"]["kernel"])[
         padding
     ].any()  # zero, so that padding stays zero for ever

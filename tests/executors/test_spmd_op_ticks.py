@@ -106,7 +106,7 @@ def test_nan_of_empty_slots_and_padding_goes_nowhere(name, remat):
     )
     assert losses["loss"] == pytest.approx(float(expected_loss["loss"]), rel=1e-12)
     assert difference(layout.to_natural(jax.tree.map(np.asarray, grads)), expected) <= TOLERANCE
-    padding = np.arange(layout.counts.max()) >= layout.counts[..., None]
+    padding = np.arange(layout.placement.counts.max()) >= layout.placement.counts[..., None]
     assert not np.asarray(grads["layers"]["kernel"])[
         padding
     ].any()  # zero, so that padding stays zero for ever

@@ -50,9 +50,15 @@ def traced(case):
     stack, layout = make_stack(case.model, case.num_layers), case.layout()
     params = jax.eval_shape(lambda: layout.to_staged(init(stack, 0)))
     jaxpr = jax.make_jaxpr(staged_step(case))(params, make_batch(case.model, case.batch_size)).jaxpr
-    layer_bytes = tree_bytes(params["layers"]) // layout.counts.size // int(layout.counts.max())
-    most = int(layout.counts.max())
-    plan = PlannedLayout(MeshSizes(*case.mesh), most * layout.num_chunks, chunk_layers=most)
+    layer_bytes = (
+        tree_bytes(params["layers"])
+        // layout.placement.counts.size
+        // int(layout.placement.counts.max())
+    )
+    most = int(layout.placement.counts.max())
+    plan = PlannedLayout(
+        MeshSizes(*case.mesh), most * layout.placement.num_chunks, chunk_layers=most
+    )
     sizes = ParamBytes(
         layer_bytes, tree_bytes(params["embed_head"]), moments=2.0, compute_ratio=1.0
     )

@@ -12,8 +12,9 @@ import numpy as np
 from ppctl import transformer
 from ppctl.executors.compiler_options import cpu_options
 from ppctl.executors.device_mesh import make_mesh
+from ppctl.executors.layer_placement import Placement
 from ppctl.executors.model_shapes import Model
-from ppctl.executors.parameter_layout import Layout, layer_specs, shapes_on_device
+from ppctl.executors.parameter_layout import Layout, RankLayout, layer_specs, shapes_on_device
 from ppctl.executors.reference import reference
 from ppctl.executors.spmd.spmd_program import spmd
 from ppctl.model.mlp import mlp
@@ -109,14 +110,15 @@ class Case:
         schedule = self.program()
         size = (self.num_layers, schedule.num_stages)
         partition = uniform(*size) if self.layers is None else explicit(*size, self.layers)
-        return Layout(make_mesh(MeshSizes(*self.mesh)), partition, schedule.rank_of)
+        sizes = MeshSizes(*self.mesh)
+        return Layout(make_mesh(sizes), Placement(partition, schedule.rank_of), RankLayout(sizes))
 
 
 def model_of(case, layout, stack, params, batch, axes=WHOLE, parts=None):
     """The model as one device of a case computes it."""
     dp, _, fsdp = case.mesh
     rows = case.batch_size // (dp * fsdp * case.num_microbatches)
-    shapes = shapes_on_device(params, layout.shards)
+    shapes = shapes_on_device(params, layout.of_rank.shards)
     of = lambda first: lambda a: jax.ShapeDtypeStruct((*first, *a.shape[1:]), a.dtype)
     layer, microbatch = jax.tree.map(of(()), shapes["layers"]), jax.tree.map(of((rows,)), batch)
     specs = None
@@ -127,7 +129,7 @@ def model_of(case, layout, stack, params, batch, axes=WHOLE, parts=None):
     embed_head = shapes["embed_head"]
     shapes = stack, embed_head, layer, microbatch
     how = {"platform": "gpu" if case.loops else "cpu", "parts": parts}
-    return Model(*shapes, *sizes, layout.own_embed_head(embed_head), specs, **how)
+    return Model(*shapes, *sizes, layout.of_rank.own_embed_head(embed_head), specs, **how)
 
 
 def staged_step(case, stack=None, *, with_grads=True):

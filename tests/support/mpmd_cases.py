@@ -18,7 +18,8 @@ from support.cases import (
 )
 
 from ppctl.executors.device_mesh import make_mesh
-from ppctl.executors.parameter_layout import Layout
+from ppctl.executors.layer_placement import Placement
+from ppctl.executors.parameter_layout import Layout, RankLayout
 from ppctl.model.parallel import StageAxes
 from ppctl.schedule.costs import task_costs
 from ppctl.schedule.mesh_axes import MeshSizes
@@ -79,7 +80,9 @@ def engine_of(case, stack, params, batch, clip_norm=CLIP_NORM, *, post_validatio
     axes = StageAxes(vocab_parts=pp if case.has_parts else 0)
     divided = divided_stack(stack, axes, batch)
     shards, _ = shards_in_stages(stack, divided, axes)
-    layout = Layout(make_mesh(MeshSizes(*case.mesh)), case.partition(), schedule.rank_of, shards)
+    sizes = MeshSizes(*case.mesh)
+    placement = Placement(case.partition(), schedule.rank_of)
+    layout = Layout(make_mesh(sizes), placement, RankLayout(sizes, shards))
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
     one = stack.in_shards(divided)
     model = model_of(case, layout, one, params, batch, axes, divided.parts)

@@ -42,7 +42,7 @@ MPMD = [("1f1b", "none"), ("zb_v", "none"), ("zb_v", "layer"), ("1f1b", "full"),
 )
 def test_bytes_of_ranks_equal_the_engines_count(family, remat):
     job = planned(request(c.Schedule(family, 8), c.Mpmd(remat=remat), partition=c.Balanced()))
-    assert not job.pipe.layout.is_even
+    assert not job.pipe.layout.placement.is_even
     schedule, x = job.pipe.schedule, job.pipe.model.x
     placed = costs_of(job).layers(with_bytes=True).on(schedule.rank_of)
     # the planner counts inputs of stages; the first stage of remat=full makes its again from tokens

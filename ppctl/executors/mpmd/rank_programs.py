@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from ppctl.executors.layer_placement import Placement
 from ppctl.executors.model_shapes import Model, is_none
 from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, ProgramId, transfer_entry
 from ppctl.executors.mpmd.plan_tasks import Role
-from ppctl.executors.parameter_layout import Layout, gather_shards, scatter_sums
+from ppctl.executors.parameter_layout import gather_shards, scatter_sums
 from ppctl.model.layer_inputs import LayerInputs
 from ppctl.model.random_keys import KEYS, SEED, example_keys
 from ppctl.schedule.mesh_axes import DATA_AXES
@@ -54,15 +55,15 @@ class RankRole:
         return slots
 
 
-def rank_roles(model: Model, layout: Layout, roles: tuple[Role, ...]) -> tuple[RankRole, ...]:
-    """Return the role of each rank of a layout whose stages have these roles."""
-    here: list[list[Role]] = [[] for _ in range(layout.mesh.shape["pp"])]
-    for role, rank in zip(roles, layout.rank_of, strict=True):
+def rank_roles(model: Model, placement: Placement, roles: tuple[Role, ...]) -> tuple[RankRole, ...]:
+    """Return the role of each rank of a placement whose stages have these roles."""
+    here: list[list[Role]] = [[] for _ in range(placement.num_ranks)]
+    for role, rank in zip(roles, placement.rank_of, strict=True):
         here[rank].append(role)
-    adds, last, parts = layout.rank_of[0], layout.rank_of[-1], model.axes.vocab_parts
+    adds, last, parts = placement.rank_of[0], placement.rank_of[-1], model.axes.vocab_parts
     gives = set(range(len(here)) if parts else [last]) - {adds}
     shared = {adds: "adds"} | dict.fromkeys(gives, "gives") if any(model.shared) and gives else {}
-    number = int(layout.counts.max())
+    number = int(placement.counts.max())
     return tuple(
         RankRole(tuple(stages), number, shared.get(r), parts) for r, stages in enumerate(here)
     )
@@ -82,7 +83,7 @@ def reductions(ranks: tuple[RankRole, ...], roles: Sequence[Role]) -> list[Progr
 
 
 def rank_entries(
-    layout: Layout,
+    rank_of: tuple[int, ...],
     ranks: tuple[RankRole, ...],
     *,
     with_grads: bool,
@@ -96,10 +97,10 @@ def rank_entries(
     """
     before, after, back = {}, [], []
     givers = [r for r, here in enumerate(ranks) if here.shared == "gives"]
-    adds = layout.rank_of[0]
+    adds = rank_of[0]
     # the adding rank comes last, after the transfers of the sums that it adds
     for r, here in sorted(enumerate(ranks), key=lambda each: each[1].shared == "adds"):
-        stages = [s for s, rank in enumerate(layout.rank_of) if rank == r]
+        stages = [s for s, rank in enumerate(rank_of) if rank == r]
         # 1. before the tasks: parameters and sums of zero
         has_any = here.has_first or here.has_head
         acc: list[Key] = [("acc_embed_head", r)] * has_any

@@ -45,7 +45,7 @@ class Division:
         holders = next((ranks for ranks in above if ranks is not None), None)
         if holders is None:
             return "other", every
-        shard = self.layout.shard(path, shape)
+        shard = self.layout.of_rank.shard(path, shape)
         return "part" if shard is not None and "pp" in shard.axes else "embed_head", holders
 
     def spec(self, path: tuple, shape: tuple[int, ...]) -> P:
@@ -59,7 +59,7 @@ class Division:
         kind, _ = self._place(path, shape)
         if kind == "layers":
             return (shape[0], 1, *shape[2:])
-        shard = self.layout.shard(path, shape)
+        shard = self.layout.of_rank.shard(path, shape)
         if kind != "part" or shard is None:
             return shape
         parts = len(self.submeshes)

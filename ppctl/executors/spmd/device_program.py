@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from ppctl.executors.layer_placement import Placement
 from ppctl.executors.model_shapes import Model
 from ppctl.executors.parameter_layout import Layout, gather_shards, layer_specs
 from ppctl.executors.stage.layer_programs import zeros_like
@@ -57,12 +58,15 @@ class Device:
     ):
         # 1. the arguments
         self.model, self.stack, self.ticks, self.x = model, model.stack, ticks, model.x
-        self.table, self.num_chunks, number = table[0], layout.num_chunks, model.num_microbatches
+        self.table, number, placement = table[0], model.num_microbatches, layout.placement
+        self.num_chunks = placement.num_chunks
         self.microbatches = jax.tree.map(lambda a: a.reshape(number, -1, *a.shape[1:]), batch)
         self.stage = model.stage if KEYS in batch else model.evaluation_stage
         chunks = range(self.num_chunks)
-        slots = [_layer_slots(self.stack, layout, v, counts[v, 0], numbers[v, 0]) for v in chunks]
-        self.layer_slots, self.are_sharded = slots, layout.mesh.shape["fsdp"] > 1
+        self.layer_slots = [
+            _layer_slots(self.stack, placement, v, counts[v, 0], numbers[v, 0]) for v in chunks
+        ]
+        self.are_sharded = layout.mesh.shape["fsdp"] > 1
         # 2. parameters, gathered here unless the stage gathers its layers
         place = model.inputs.places(batch, total, model.master) if ticks.has_backward else 1
         shards, by_rank = model.computed_params(params, numbers, place), P(None, "pp")
@@ -214,14 +218,14 @@ class Device:
 
 
 def _layer_slots(
-    stack: Stack, layout: Layout, v: int, count: jax.Array, numbers: jax.Array
+    stack: Stack, placement: Placement, v: int, count: jax.Array, numbers: jax.Array
 ) -> LayerSlots | None:
     """Return the layer slots of chunk v on this rank: `count` layers with these numbers."""
-    least = int(layout.counts[v].min())
+    least = int(placement.counts[v].min())
     if stack.are_alike:
-        return None if layout.is_even else LayerSlots(count, least=least)
-    number, is_one_of = None if layout.is_even else count, layout.num_chunks > 1
-    return LayerSlots(number, numbers, layout.among(v), is_one_of=is_one_of, least=least)
+        return None if placement.is_even else LayerSlots(count, least=least)
+    number, is_one_of = None if placement.is_even else count, placement.num_chunks > 1
+    return LayerSlots(number, numbers, placement.among(v), is_one_of=is_one_of, least=least)
 
 
 # --- slots and sums that a device carries from tick to tick

@@ -40,7 +40,7 @@ def spmd(model: Model, layout: Layout, ticks: Ticks) -> Callable[[Tree, Tree], t
     (`tick_lowering.forward_only`) the function returns (loss, number of losses in the mean).
     """
     assert ticks.remat is model.remat, "ticks are lowered for the remat of their program"
-    assert ticks.schedule.rank_of == layout.rank_of, "ticks are lowered for the layout"
+    assert ticks.schedule.rank_of == layout.placement.rank_of, "ticks are lowered for the layout"
     stack, num_ranks = model.stack, ticks.schedule.num_ranks
 
     def ring(value: jax.Array, step: int) -> jax.Array:
@@ -112,8 +112,8 @@ def rank_arrays(layout: Layout, ticks: Ticks, rank: int) -> tuple[jax.Array, ...
 
 def _of_ranks(layout: Layout, ticks: Ticks) -> tuple[jax.Array, ...]:
     """Return (table [rank, tick, column], counts [chunk, rank], numbers [chunk, rank, slot])."""
-    table = np.asarray(ticks.table, np.int32).transpose(1, 0, 2)
-    return jnp.asarray(table), jnp.asarray(layout.counts), jnp.asarray(layout.numbers)
+    table, placement = np.asarray(ticks.table, np.int32).transpose(1, 0, 2), layout.placement
+    return jnp.asarray(table), jnp.asarray(placement.counts), jnp.asarray(placement.numbers)
 
 
 def spmd_bytes(model: Model, layout: Layout, ticks: Ticks, layers: Tree) -> dict[str, int]:
@@ -123,8 +123,8 @@ def spmd_bytes(model: Model, layout: Layout, ticks: Ticks, layers: Tree) -> dict
     """
     # 1. parameters and sums of gradients
     # num_layers: layer slots of a chunk
-    num_layers, parts = int(layout.counts.max()), ("embed_head", "layers")
-    held = layout.num_chunks * num_layers
+    num_layers, parts = int(layout.placement.counts.max()), ("embed_head", "layers")
+    held = layout.placement.num_chunks * num_layers
     embed_head, layer = (model.held[part] for part in parts)
     trained, trained_layer = (trained_part(model.held[p], model.stack.trains(p)) for p in parts)
     sums = tree_bytes((trained, *[trained_layer] * held))

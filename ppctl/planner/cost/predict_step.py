@@ -87,8 +87,8 @@ def predict_pipeline(pipe: Pipeline, counted: Model, target: Target) -> Pipeline
     name = None if hardware is None else hardware.name
     known = name, target.dtype, memory_of(pipe, step), target.limit, pipe.bubble()
     unknown = target.unknown
-    if unknown is None and pipe.layout.auto:
-        along = " and ".join(pipe.layout.auto)
+    if unknown is None and pipe.layout.of_rank.auto:
+        along = " and ".join(pipe.layout.of_rank.auto)
         unknown = f"XLA divides this model over {along}, and its sends cannot be predicted"
     if unknown is not None:
         return PipelinePlan(*known, unknown)
@@ -191,7 +191,7 @@ def pipeline_step(pipe: Pipeline, counted: Model, target: Target) -> Step:
     flops = optimizer.layer_flops if isinstance(optimizer, LayerOptimizer) else 0
     return Step(
         work_of(counted),
-        param_bytes(pipe.states.natural, model, pipe.layout.shards, flops),
+        param_bytes(pipe.states.natural, model, pipe.layout.of_rank.shards, flops),
         PlannedLayout(pipe.meshes.sizes, largest, max(sizes), schedule.vocab_parts),
         Microbatch(examples, number, example_bytes, execution.remat),
         target.machine if target.unknown is None else None,

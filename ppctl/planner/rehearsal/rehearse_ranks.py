@@ -98,7 +98,7 @@ def rehearse(config: Config) -> tuple[Rehearsal, Timeline]:
         raise ConfigError(f"`ppctl rehearse` runs each rank on one device: {refused}.")
     simulate(_replicas(config.mesh.num_devices))
     job = assemble(config, on_one_device=True, only_planned=True)
-    if job.pipe.layout.auto:
+    if job.pipe.layout.of_rank.auto:
         raise ConfigError(
             f"`ppctl rehearse` runs one device's work, but mesh.tp={config.mesh.tp} has XLA "
             "divide whole programs (sharding of the model). Use mesh.tp=1, or "
@@ -114,10 +114,10 @@ def rank_parts(job: TrainingJob) -> list[RankPart]:
     """Return the role and the tasks of each rank."""
     pipe, model, has_own = job.pipe, job.pipe.model, job.pipe.model.own_embed_head is None
     stage_roles = roles(pipe.partition, are_alike=pipe.stack.are_alike, have_embed_head=has_own)
-    kinds = rank_roles(model, pipe.layout, stage_roles)
+    kinds = rank_roles(model, pipe.layout.placement, stage_roles)
     order = pipe.scheduled.order
     entries = task_entries(pipe.schedule, order, stage_roles, keeps_input=model.stage.keeps_input)
-    prepare, _ = rank_entries(pipe.layout, kinds, with_grads=True)
+    prepare, _ = rank_entries(pipe.schedule.rank_of, kinds, with_grads=True)
     tasks = ([e for e in entries if e.rank == r and e.program] for r in range(len(kinds)))
     return list(map(RankPart, kinds, prepare, tasks))
 

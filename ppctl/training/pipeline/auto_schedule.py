@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from ppctl.executors.layer_placement import Placement
 from ppctl.executors.model_shapes import shard_bytes, tree_bytes
 from ppctl.executors.spmd.spmd_program import spmd_bytes, waiting_bytes
 from ppctl.executors.work.parameter_bytes import param_bytes
@@ -47,7 +48,7 @@ class ModelCosts:
         """Return the bytes of a layer, embedding, head and values in transit, for executor=mpmd."""
         # 1. layers
         probe, model, fsdp = self.probe, self.probe.model, self.probe.meshes.sizes.fsdp
-        params = param_bytes(probe.states.natural, model, probe.layout.shards)
+        params = param_bytes(probe.states.natural, model, probe.layout.of_rank.shards)
         stash, pending = waiting_bytes(model, 1, with_pending=True)
         copies = 1 / fsdp if probe.execution.gathers_by_layer else 1.0
         padded, layer = params.held(params.layer, params.trained_layer, fsdp, copies)
@@ -76,7 +77,7 @@ class ModelCosts:
     def _states(self, rank_of: tuple[int, ...]) -> States:
         """Return the states of the model; rank_of: the rank of each stage. Memoized."""
         if rank_of not in self._placed:
-            layout = replace(self.probe.layout, partition=self.divide(rank_of), rank_of=rank_of)
+            layout = replace(self.probe.layout, placement=Placement(self.divide(rank_of), rank_of))
             self._placed[rank_of] = replace(self.probe.states, layout=layout)
         return self._placed[rank_of]
 

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from ppctl.config import AutoHardware, Reference
 from ppctl.errors import ConfigError
+from ppctl.executors.layer_placement import Placement
 from ppctl.executors.parameter_layout import Layout
 from ppctl.executors.stage.jaxpr_flops import RelativeCosts, relative_costs
 from ppctl.model.network import Network
@@ -87,8 +88,8 @@ def pipeline(
     step, execution, of_stages = work
     layers_of = request.partition_for(partition, stack.num_layers, plan, of_stages)
     counting = with_metrics(stack, metrics or {}, shapes, dtype)
-    divided, shards, auto = request.divided(counting, execution, mesh, shapes)
-    layout = Layout(mesh, layers_of, plan.rank_of, shards, auto)
+    divided, of_rank = request.divided(counting, execution, mesh, shapes)
+    layout = Layout(mesh, Placement(layers_of, plan.rank_of), of_rank)
     # 3. the initial state, the engine that runs the steps, and the pipeline
     on_layers = _on_layers(stack, layout, optim.clipped(optimizer, clip_norm), execution)
     start = lambda seed: init_state(init(stack, seed), on_layers, stack.options.trainable)  # noqa: E731
@@ -142,7 +143,7 @@ def _on_layers(
     if stack.options.network is not None:
         return network_optimizer(optimizer, stack.options.network, params, layout)
     on_layers = LayerOptimizer(optimizer, params, layout, stack.options.updates)
-    over_ranks = ["pp" in shard.axes for shard in layout.shards.values()]
+    over_ranks = ["pp" in shard.axes for shard in layout.of_rank.shards.values()]
     if execution.engine.dispatches_tasks and any(over_ranks) and not on_layers.is_elementwise:
         raise ConfigError(
             "vocab=parallel divides embedding and head over the ranks, and with executor=mpmd each "

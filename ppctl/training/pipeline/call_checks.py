@@ -223,11 +223,14 @@ class StateChecks:
     def ordered(self, state: Tree, before: Tree | None = None) -> Tree:
         """Return an engine's state with the layer in each slot; before: the previous state."""
         if isinstance(state, Attempt):
-            state.order = self.layout.layer_in_slot
+            state.order = self.layout.placement.layer_in_slot
             return state
         _, order = _split(before)
         if order is None:
-            a, everywhere = self.layout.layer_in_slot, NamedSharding(self.layout.mesh, P())
+            a, everywhere = (
+                self.layout.placement.layer_in_slot,
+                NamedSharding(self.layout.mesh, P()),
+            )
             order = jax.make_array_from_callback(a.shape, everywhere, a.__getitem__)
         return {**state, ORDER: order} if isinstance(state, dict) else (*state, {ORDER: order})
 
@@ -259,7 +262,7 @@ class StateChecks:
                 "The state was passed to an earlier step, which reused its memory. Use the state "
                 "that the step returned: state, metrics = pipe.step(state, batch)."
             )
-        if not np.array_equal(order, self.layout.layer_in_slot):
+        if not np.array_equal(order, self.layout.placement.layer_in_slot):
             raise ConfigError(
                 "The state belongs to a pipeline whose ranks hold other layers. Use "
                 "pipe.from_natural(other.to_natural(state))."

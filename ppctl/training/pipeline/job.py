@@ -316,7 +316,7 @@ def partition_text(job: TrainingJob) -> str | None:
 
     text = f"largest stage {unevenness(partition):.2f} times the mean"
     if name == "uniform":
-        if pipe.layout.is_even and unevenness(partition) <= UNEVEN_NOTICE:
+        if pipe.layout.placement.is_even and unevenness(partition) <= UNEVEN_NOTICE:
             return None
         best = unevenness(costs.balanced(pipe.schedule.rank_of))
         text += f", {best:.2f} with partition=balanced" if best < unevenness(partition) else ""

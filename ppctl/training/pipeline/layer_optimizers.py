@@ -72,7 +72,7 @@ class LayerOptimizer:
     @cached_property
     def is_elementwise(self) -> bool:
         """Whether numbers are updated one by one, so that arrays may be divided and padded."""
-        padded = jax.eval_shape(lambda tree: self.layout.padded(tree, 0), self.one_layer)
+        padded = jax.eval_shape(lambda tree: self.layout.of_rank.padded(tree, 0), self.one_layer)
         formulas = update_formulas(self.optimizer, self.one_layer)
         if not all(formula.is_elementwise for formula in formulas):
             return False
@@ -116,12 +116,12 @@ class LayerOptimizer:
         norm: the norm of the whole model's gradients. layer_in_slot: the layer in each slot
         [V, P, K] of the ranks that hold these parameters, -1 for padding; None: all ranks.
         """
-        slots = self.layout.layer_in_slot if layer_in_slot is None else layer_in_slot
+        slots = self.layout.placement.layer_in_slot if layer_in_slot is None else layer_in_slot
         # 1. the arrays without padding
         grads = poisoned(grads, norm) if self.skips_nonfinite else grads
         given = grads, state, params
         if not self.is_elementwise:
-            given = tuple(self.layout.unpadded(tree, STAGED) for tree in given)
+            given = tuple(self.layout.of_rank.unpadded(tree, STAGED) for tree in given)
         # 2. the updates of embedding and head, and of each layer
         parts = [part for part in ("layers", "embed_head") if jax.tree.leaves(grads[part])]
         updates, found = dict(given[0]), {}
@@ -131,7 +131,7 @@ class LayerOptimizer:
         state = with_leaves(state, found)
         # 3. pad the results; zero the updates of empty slots
         if not self.is_elementwise:
-            updates, state = (self.layout.padded(tree, STAGED) for tree in (updates, state))
+            updates, state = (self.layout.of_rank.padded(tree, STAGED) for tree in (updates, state))
         if (slots < 0).any():
             is_held = lambda u: (slots >= 0).reshape(*slots.shape, *[1] * (u.ndim - STAGED))  # noqa: E731
             zeroed = lambda u: jnp.where(is_held(u), u, 0)  # noqa: E731

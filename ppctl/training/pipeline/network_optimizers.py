@@ -229,7 +229,7 @@ class NetworkOptimizer:
         given = {name: tree["layers"] for name, tree in trees.items()}
         specs = self.layout.staged_specs({"layers": given})["layers"]
         out_specs = specs["grads"], specs["state"], P()
-        slots = self.layout.layer_in_slot
+        slots = self.layout.placement.layer_in_slot
 
         # 2. the update of one rank, on whole arrays
         def of_rank(rank: int, given: Tree, shared: Tree, norm: jax.Array) -> tuple:

@@ -89,7 +89,7 @@ class Pipeline:
     @property
     def partition(self) -> Partition:
         """The layers of each stage."""
-        return self.states.layout.partition
+        return self.layout.placement.partition
 
     @property
     def batch_size(self) -> int:
@@ -326,11 +326,9 @@ class Pipeline:
         """Return the HTML view in notebooks: sizes, each rank's layers and memory, the schedule."""
         sizes = self.meshes.sizes.by_axis
         axes = " x ".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1)
-        layers = [f"{each.start}-{each[-1]}" if each else "none" for each in self.partition]
-        held = [
-            ", ".join(l for l, at in zip(layers, self.layout.rank_of, strict=True) if at == rank)
-            for rank in range(self.meshes.num_ranks)
-        ]
+        held: list[list[str]] = [[] for _ in range(self.meshes.num_ranks)]
+        for each, rank in self.layout.placement.stages:
+            held[rank].append(f"{each.start}-{each[-1]}" if each else "none")
         bubble, numbers = self.bubble(), (self.num_parameters, self.num_trained)
         facts = {
             "model": "{:,} parameters, {:,} trained, in {}".format(*numbers, self.dtype),
@@ -341,7 +339,7 @@ class Pipeline:
             numbers = f"{self.schedule.num_microbatches} microbatches, bubble {bubble:.1%}"
             facts["schedule"] = f"{self.schedule.name}, {numbers}"
         shown = self.schedule if self.execution.engine.is_pipelined else None
-        return pipeline_html(facts, held, self.memory(), shown)
+        return pipeline_html(facts, list(map(", ".join, held)), self.memory(), shown)
 
     def programs(self) -> StepPrograms:
         """Return the traced programs of a step (jaxpr, StableHLO, HLO, collectives, transfers)."""

@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from ppctl.errors import ConfigError, setting
+from ppctl.executors import parameter_layout as layout
 from ppctl.executors.model_shapes import Model
-from ppctl.executors.parameter_layout import Shard, is_layer, sharded_dim, sharded_over, shards_of
 from ppctl.executors.stage.jaxpr_flops import RelativeCosts
 from ppctl.executors.stage.traced_network import TracedNetwork, stack_of
 from ppctl.model.network import Network
@@ -155,14 +155,14 @@ def divided_vocabulary(
 
 def divided(
     stack: Stack, execution: Execution, mesh: Mesh, shapes: Mapping[str, jax.ShapeDtypeStruct]
-) -> tuple[DividedStack, dict[tuple[str, ...], Shard], tuple[str, ...]]:
-    """Return (the model on one device, the two results of `shards_in_stages`)."""
+) -> tuple[DividedStack, layout.RankLayout]:
+    """Return (the model on one device, the storage of its parameters)."""
     axes = execution.axes if execution.engine.is_pipelined else WHOLE
     part = divided_stack(stack, axes, shapes)
     shards, auto = shards_in_stages(stack, part, execution.axes)
     if auto:
         check_division_by_xla(execution, mesh)
-    return part, shards, auto
+    return part, layout.RankLayout(MeshSizes.of(mesh.shape), shards, auto)
 
 
 def divided_stack(
@@ -234,7 +234,7 @@ def divided_by_xla(stack: Stack, axes: StageAxes) -> tuple[str, ...]:
 
 def shards_in_stages(
     stack: Stack, divided: DividedStack, axes: StageAxes
-) -> tuple[dict[tuple[str, ...], Shard], tuple[str, ...]]:
+) -> tuple[dict[tuple[str, ...], layout.Shard], tuple[str, ...]]:
     """Return (shards of the parameters divided inside a stage, the axes that XLA divides).
 
     divided: the result of `divided_stack`. ConfigError if the PartitionSpecs do not fit.
@@ -243,7 +243,7 @@ def shards_in_stages(
         return {}, ()
     params, by_xla = stack.param_shapes, divided_by_xla(stack, axes)
     specs = _checked_specs(params, divided.sharding, axes, is_padded=not by_xla)
-    return shards_of(params, specs, axes), by_xla
+    return layout.shards_of(params, specs, axes), by_xla
 
 
 def _checked_specs(params: Tree, sharding: Tree, axes: StageAxes, *, is_padded: bool) -> Tree:
@@ -257,12 +257,12 @@ def _checked_specs(params: Tree, sharding: Tree, axes: StageAxes, *, is_padded: 
     leaves = jax.tree_util.tree_leaves_with_path(params)
     for (path, leaf), spec in zip(leaves, specs, strict=True):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        shape = leaf.shape[is_layer(path) :]
+        shape = leaf.shape[layout.is_layer(path) :]
         _check_spec(name, shape, spec)
         if not is_padded:
             _check_size(name, shape, spec, axes)
     for axis in axes_dividing("weights"):
-        is_named = any(axis in sharded_over(spec) for spec in specs)
+        is_named = any(axis in layout.sharded_over(spec) for spec in specs)
         if axes.parts(("pp", axis)) > 1 and not is_named:
             raise ConfigError(
                 f"sharding divides no parameter over {axis}: all devices of "
@@ -274,8 +274,8 @@ def _checked_specs(params: Tree, sharding: Tree, axes: StageAxes, *, is_padded: 
 
 def _check_size(name: str, shape: tuple[int, ...], spec: P, axes: StageAxes) -> None:
     """Raise ConfigError if the sharded dim is not divisible by the axes of its spec."""
-    names = sharded_over(spec)
-    size, number = shape[sharded_dim(spec)] if names else 0, axes.parts(names)
+    names = layout.sharded_over(spec)
+    size, number = shape[layout.sharded_dim(spec)] if names else 0, axes.parts(names)
     if size % number == 0:
         return
     fitting = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0 and n <= 2 * number)
@@ -312,7 +312,7 @@ def _check_spec(name: str, shape: tuple[int, ...], spec: Any) -> None:
             f"sharding of {name} is {spec!r}; it must be a jax.sharding.PartitionSpec, such as "
             "P(None, 'tp')."
         )
-    names, num_dims = sharded_over(spec), sum(map(bool, spec))
+    names, num_dims = layout.sharded_over(spec), sum(map(bool, spec))
     if not {*names} <= {*SHARD_AXES} or len({*names}) < len(names) or num_dims > 1:
         raise ConfigError(
             f"sharding of {name} is {spec}; it may have only {' and '.join(SHARD_AXES)}, in one "

@@ -79,8 +79,8 @@ def model_of(
     that the stack declares, or a metric has the name of an attached loss.
     """
     # 1. shapes of a layer and of a microbatch on one device
-    mesh, layout = states.layout.mesh, states.layout
-    params = shapes_on_device(states.natural["params"], {} if layout.auto else layout.shards)
+    mesh, of_rank = states.layout.mesh, states.layout.of_rank
+    params = shapes_on_device(states.natural["params"], {} if of_rank.auto else of_rank.shards)
     layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
     parts = num_microbatches * MeshSizes.of(mesh.shape).along(DATA_AXES)
     size = num_examples(shapes["inputs"]) // parts
@@ -91,10 +91,10 @@ def model_of(
         specs = layer_specs(states.layout.staged_specs(states.staged["params"])["layers"])
     embed_head = params["embed_head"]
     parts = {"embed_head": embed_head, "layers": layer}
-    auto_specs = layout.auto_specs(parts) if layout.auto else None
+    auto_specs = of_rank.auto_specs(parts) if of_rank.auto else None
     # 3. the model, checked
     sizes = num_microbatches, execution.remat, execution.unroll, dtype, execution.axes
-    shards = layout.own_embed_head(embed_head), specs, auto_specs
+    shards = of_rank.own_embed_head(embed_head), specs, auto_specs
     model = stack.in_shards(divided), embed_head, layer, microbatch, *sizes, *shards
     platform = mesh.devices.flat[0].platform
     platform = "gpu" if platform == "cuda" else platform  # a described GPU's is "cuda"

@@ -71,10 +71,10 @@ class Mpmd:
         # 2. stages and ranks
         have_embed_head, are_alike = model.own_embed_head is None, model.stack.are_alike
         how = {"are_alike": are_alike, "have_embed_head": have_embed_head}
-        self.stage_roles = roles(layout.partition, **how)
-        self.roles = rank_roles(model, layout, self.stage_roles)
+        self.stage_roles = roles(layout.placement.partition, **how)
+        self.roles = rank_roles(model, layout.placement, self.stage_roles)
         self.ranks = range(len(self.roles))
-        self.first, self.last = layout.rank_of[0], layout.rank_of[-1]
+        self.first, self.last = layout.placement.rank_of[0], layout.placement.rank_of[-1]
         # 3. parameters on ranks, programs, readers of the batch
         used = [model.used_by(here.has_first, here.has_head) for here in self.roles]
         holders = [tuple(r for r in self.ranks if used[r][i]) for i in range(len(model.shared))]
@@ -151,7 +151,7 @@ class Mpmd:
         if self.vocab_parts:
             found |= {("part", r): np.asarray(r, np.int32) for r in self.ranks}
         if has_key:
-            numbers, seed = self.layout.numbers, key_of_seed(self.states.seed)
+            numbers, seed = self.layout.placement.numbers, key_of_seed(self.states.seed)
             found |= {("layer_numbers", r): numbers[:, r : r + 1] for r in self.ranks}
             found |= {(SEED, r): seed for r in self.ranks}
         return found
@@ -279,7 +279,8 @@ class Mpmd:
             return self._updates("update", "numbers"), self.state_keys
         inputs, has_step = self.model.inputs, what != "loss"
         step = self.scheduled if has_step else self.scheduled.evaluation
-        before, after = rank_entries(self.layout, self.roles, with_grads=has_step, inputs=inputs)
+        rank_of = self.layout.placement.rank_of
+        before, after = rank_entries(rank_of, self.roles, with_grads=has_step, inputs=inputs)
         how = {"keeps_input": self.model.remat.keeps_input_only}
         how["with_keys"] = has_step and inputs.has_key
         sums = reductions(self.roles, self.stage_roles) if has_step else ()

@@ -35,7 +35,7 @@ class UpdatePrograms:
         # 1. the specs of each rank's state
         self.engine, self.optimizer, self.lr_schedule = engine, optimizer, lr_schedule
         self.losses = engine.model.inputs.losses
-        self.axes = tuple(axis for axis in RANK_AXES if axis not in engine.layout.auto)
+        self.axes = tuple(axis for axis in RANK_AXES if axis not in engine.layout.of_rank.auto)
         self.is_plain = isinstance(optimizer, optax.GradientTransformation)
         is_elementwise = getattr(optimizer, "is_elementwise", True) and not counted_by(optimizer)
         staged, described = engine.states.staged, engine.division.described
