@@ -31,6 +31,7 @@ import ppctl
 from ppctl import cli
 from ppctl.config import Transformer
 from ppctl.config.field_checks import settings_from
+from ppctl.executors.reference import reference
 from ppctl.language.export_model import export_model
 from ppctl.language.import_model import import_model
 from ppctl.model.cached_decoding import Decoder
@@ -107,6 +108,34 @@ def test_prompts_of_unequal_lengths_read_piece_by_piece(name, dtype, record_prop
     error = max(errors)
     record_property("logits", float(error))
     assert error < WITHIN[dtype][0]
+
+
+@pytest.mark.parametrize("case", ["one layer, one sequence", "joined"])
+def test_the_balance_loss_of_transformers_is_top_k_times_the_mean_over_layers(case):
+    """With one layer and one sequence; `transformers` joins them, so other batches differ."""
+    import torch
+
+    sizes, params = sizes_of("mixtral"), read_model("mixtral", "float64")[1]
+    inputs = tokens("mixtral")[:, :-1]
+    model = live("mixtral", "float64")
+    if case == "one layer, one sequence":
+        sizes["num_layers"], inputs, model.model.layers = 1, inputs[:1], model.model.layers[:1]
+        params["layers"] = jax.tree.map(lambda a: a[:1], params["layers"])
+    with in_double():
+        ids = torch.asarray(inputs.astype(np.int64))
+        theirs = float(model(ids, output_router_logits=True).aux_loss.detach())
+    stack = ppctl.transformer(
+        **sizes | {"moe": sizes["moe"] | {"balance_loss": 1.0}}, dtype="float64"
+    )
+    step = reference(stack, num_microbatches=1, remat="none", unroll=8, dtype="float64")
+    ours = float(jax.jit(step)(params, {"inputs": inputs, "targets": inputs})[0]["balance_loss"])
+    top_k = MODELS["mixtral"][1]["num_experts_per_tok"]
+    ours *= top_k / sizes["num_layers"]
+    if case == "joined":
+        assert (round(theirs, 4), round(ours, 4)) == (2.0202, 2.0974)
+    else:
+        assert ours == pytest.approx(theirs, rel=1e-9)
+        assert abs(ours - top_k) > 0.1  # uneven loads
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2", "gemma3", "glm4_moe"])
