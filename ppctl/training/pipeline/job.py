@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from ppctl import config as settings
 from ppctl.config import Config
 from ppctl.config.code_digests import Sources, sources
+from ppctl.config.config_dirs import user_cache_dir
 from ppctl.config.schedule_from_config import Planned, pipeline_of, trained_share
 from ppctl.data import DataSet, mixture, regression, stdlib, synthetic, text, tokens, with_held_out
 from ppctl.errors import DataError, as_setting, written_as
@@ -355,7 +356,7 @@ def open_data(config: Config, *, sizes_only: bool = False) -> DataSet:
         return _held_out(opened, data.path, data.eval_path, vocab_size=data.vocab_size, **how)
     # 3. text
     how |= {"tokenizer": data.tokenizer, "end_token": data.end_token, "packing": data.packing}
-    how["cache_dir"] = data.cache_dir
+    how["cache_dir"] = str(user_cache_dir()) if data.cache_dir == "auto" else data.cache_dir
     if isinstance(data, settings.Text):
         fields = {"field": data.field, "prompt_field": data.prompt_field, "document": data.document}
         opened = partial(text, **fields, on_error=data.on_error)
