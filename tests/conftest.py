@@ -1,10 +1,12 @@
 """Eight simulated CPU devices, float64, and a cache of compiled programs, set before JAX starts."""
 
+import atexit
 import gc
 import hashlib
 import json
 import os
 import sys
+import tempfile
 from collections import Counter
 from contextlib import suppress
 from importlib.metadata import version
@@ -32,13 +34,14 @@ KEPT = user_cache_dir() / "tests"  # compiled programs and seconds of tests, for
 
 
 def set_environment() -> None:
-    """Simulate eight devices, compute in float64, and keep compiled programs for all tests and what
-    they start.
+    """Simulate eight devices, compute in float64, and keep compiled programs for all tests and the
+    processes that they start.
 
     The programs stay for later runs of the tests, in the user's cache directory: a directory for
     each machine, version of JAX, and set of flags. JAX writes entries of its cache in place: who
     reads half of one warns and compiles; the warning is ignored here and in pyproject.toml. Python
-    keeps its bytecode too, whatever PYTHONDONTWRITEBYTECODE says.
+    keeps its bytecode too, whatever PYTHONDONTWRITEBYTECODE says. Other files of the cache, such as
+    tokens of texts, go to a temporary directory.
     """
     os.environ |= {
         "JAX_PLATFORMS": "cpu",
@@ -51,6 +54,10 @@ def set_environment() -> None:
     }
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
+    of_user = tempfile.TemporaryDirectory(prefix="ppctl-cache-")
+    atexit.register(of_user.cleanup)
+    os.environ.setdefault("MPLCONFIGDIR", str(KEPT / "matplotlib"))  # its list of fonts
+    os.environ["XDG_CACHE_HOME"] = of_user.name
     import jax  # reads these variables
 
     from ppctl.training.run.compilation_cache import drop_oldest, machine_directory
@@ -75,6 +82,17 @@ def sixty_four_bits():
     jax.config.update("jax_enable_x64", True)
     yield
     jax.config.update("jax_enable_x64", True)
+
+
+@pytest.fixture(autouse=True)
+def modules_of_users(tmp_path_factory):
+    """Drop the modules that a test imports from a temporary directory: names may repeat."""
+    before, top = len(sys.modules), str(tmp_path_factory.getbasetemp())
+    yield
+    for name in [*sys.modules][before:]:
+        file = getattr(sys.modules[name], "__file__", None)
+        if file is not None and file.startswith(top):
+            del sys.modules[name]
 
 
 SECONDS = KEPT / "seconds.json"  # {id of a test: seconds of its newest run, with its fixtures}

@@ -238,7 +238,6 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "mixing_net.py").write_text(MODEL)
-    monkeypatch.delitem(__import__("sys").modules, "mixing_net", raising=False)
     return tmp_path
 
 

@@ -122,21 +122,20 @@ def test_a_function_with_a_device_parameter_gets_the_device_unless_an_option_set
         if "device" in named
         else MODEL.format(named).replace("(device)", "(rest.get('device'))")
     )
-    name = f"model_{abs(hash(named))}"
-    (tmp_path / f"{name}.py").write_text(text)
+    (tmp_path / "model_of_gets.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     sizes = {"inputs": 3, "targets": 2}
     read = lambda numbers: {name: np.ones((len(numbers), n)) for name, n in sizes.items()}
     custom_stack(
-        f"{name}.model",
+        "model_of_gets.model",
         2,
         options,
         data=SimpleNamespace(read=read),
         dtype=jnp.dtype("float32"),
         device=H100,
     )
-    (found,) = sys.modules[name].FOUND
+    (found,) = sys.modules["model_of_gets"].FOUND
     assert found == gets
 
 

@@ -48,7 +48,7 @@ def bend(x, slope):
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """Enter a directory with a custom model; forget its modules afterwards."""
+    """Enter a directory with a custom model."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setattr(
@@ -56,8 +56,7 @@ def own(tmp_path, monkeypatch):
     )  # an edit within the same second would go unseen
     Path("own_model.py").write_text(OWN_MODEL)
     Path("own_bend.py").write_text(OWN_BEND)
-    yield tmp_path
-    _forget()
+    return tmp_path
 
 
 def _forget():

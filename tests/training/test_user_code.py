@@ -43,13 +43,10 @@ def model(*, num_layers, dtype, data, width=4, **changes):
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """An empty current directory, and the modules there forgotten afterwards."""
+    """An empty current directory."""
     monkeypatch.chdir(tmp_path)
-    before = set(sys.modules)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    yield tmp_path
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
+    return tmp_path
 
 
 def rows(**changes):
