@@ -24,7 +24,7 @@ FLAGS = [
     "--xla_backend_optimization_level=0",
     "--xla_cpu_parallel_codegen_split_count=1",  # the modules are too small to be worth dividing
 ]
-if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 12):  # which has MLIR's emitters alone
+if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 12):  # 0.12 has only MLIR's emitters
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 # Hydra sets up logging anew, which closes the streams of handlers but the process's own: pytest's
 # would be one.
@@ -147,7 +147,7 @@ def pytest_collection_finish():
     gc.set_threshold(50_000, 20, 50)
 
 
-# programs; the search for doctests would import them, and torch or a program beside them
+# programs; the search for doctests would import them, and torch or another program
 collect_ignore = [
     "support/mpmd_worker.py",
     "benchmarks/pytorch_step.py",

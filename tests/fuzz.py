@@ -1,8 +1,8 @@
 """Random requests through plan, verify and five train steps: `python tests/fuzz.py N SEED`.
 
 Each request is served by the three commands, as the command line serves them, and its losses are
-compared with those of executor=reference on one device. What the commands say of an impossible one
-must be the same line, with exit code 2 and nothing written. A traceback, a warning, a hang or a
+compared with those of executor=reference on one device. The commands must refuse an impossible one in
+the same line, with exit code 2 and nothing written. A traceback, a warning, a hang or a
 difference is a finding: it is printed with the command line that repeats it (typed in the root),
 and the exit code is 1.
 
@@ -44,7 +44,7 @@ TOLERANCE = {
     "bfloat16": 5e-2,
 }  # relative, of losses, norms and rates of 5 steps
 MANY = 25  # requests that one process serves
-LIMIT_S = 900  # of a request, on a busy machine; a quiet one needs a few seconds
+LIMIT_S = 900  # seconds for a request, on a busy machine; a quiet one needs a few
 REFUSED = 2
 
 
@@ -57,7 +57,7 @@ class Served(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """A fault: what it is, the command line that repeats it, and what was printed."""
+    """A fault: its kind, the command line that repeats it, and the output."""
 
     what: str
     words: Sequence[str]
@@ -68,10 +68,10 @@ class Finding(NamedTuple):
 
 
 def tried(made: Request, directory: Path) -> tuple[str, Finding | None]:
-    """Return how a request went in a word, and what is wrong with that, if anything."""
+    """Return the result of a request in a word, and its fault, if any."""
     run_dir = directory / "run"
     lines = {command: [command, *made.words, f"run.dir={run_dir}"] for command in COMMANDS}
-    # what trains in bfloat16 is verified in float64: of models 4 wide some gradients are rounding,
+    # runs in bfloat16 are verified in float64: of models 4 wide some gradients are rounding,
     # 7 % of themselves
     lines["verify"] = [word for word in lines["verify"] if word != "run.dtype=bfloat16"]
     with _composed_once(), _x64_restored():
@@ -89,7 +89,7 @@ def tried(made: Request, directory: Path) -> tuple[str, Finding | None]:
 def _refusal(
     found: dict[str, Served], lines: dict[str, list[str]], run_dir: Path
 ) -> Finding | None:
-    """Return what is wrong with a request that a command has refused."""
+    """Return the fault of a request that a command has refused."""
     first = found["train"].error if found["train"].code == REFUSED else found["plan"].error
     for command, each in found.items():
         if each.code != REFUSED:
@@ -113,7 +113,7 @@ def _difference(
     planned = json.loads(found["plan"].out)["predicted_bubble_fraction"]
     trained = _records(run_dir / "metrics.jsonl")[-1].get(
         "predicted_bubble_fraction"
-    )  # of no pipeline there is none
+    )  # without a pipeline: no such setting
     if planned != trained:
         return Finding(f"plan says a bubble of {planned}, train of {trained}", lines["plan"])
     if made.processes > 1:
@@ -211,16 +211,14 @@ def _records(path: Path) -> list[dict[str, Any]]:
 
 
 def served(words: list[str]) -> Served:
-    """Return what a command of the command line does in this process, warnings being errors, as in
-    the tests.
-    """
+    """Return the result of a command in this process, warnings being errors, as in the tests."""
     import jax
 
     from ppctl import cli
 
     jax.config.update(
         "jax_enable_x64", False
-    )  # as it is when a process starts; a command may set it
+    )  # the value at the start of a process; a command may set it
     out, error = io.StringIO(), io.StringIO()
     with (
         warnings.catch_warnings(),
@@ -237,7 +235,7 @@ def served(words: list[str]) -> Served:
 
 
 def _in_processes(words: list[str]) -> Served:
-    """Return what a command line does that starts processes of its own."""
+    """Return the result of a command line that starts processes."""
     env = {
         key: value
         for key, value in os.environ.items()
@@ -261,7 +259,7 @@ def _typed(words: Sequence[str]) -> str:
 
 
 def work(seed: int, numbers: Sequence[int], directory: Path) -> None:
-    """Serve requests, and print a line of JSON when each begins and ends."""
+    """Serve requests, and print a line of JSON at the begin and end of each."""
     from support.fuzz_requests import request
 
     for number in numbers:

@@ -23,7 +23,7 @@ from shutil import rmtree
 
 @dataclass(frozen=True)
 class Bar:
-    """What a number must be; of_time: it says nothing where the model is a tiny one."""
+    """The bound of a number; of_time: meaningless with a tiny model."""
 
     text: str
     holds: Callable[[float], bool]
@@ -71,7 +71,7 @@ LAYOUTS = {  # name: words, the bar of its seconds, of its MFU (full attention c
 }
 PREDICTED = ("spmd none", "spmd full", "spmd layer", "mpmd none", "reference none")
 PREDICTED += ("spmd none, fp8", "experts")
-RANKS = ("eager_1f1b", "interleaved", "zb_h1")  # of 4 ranks, bar 1.03
+RANKS = ("eager_1f1b", "interleaved", "zb_h1")  # families with 4 ranks, bar 1.03
 ENGINES = ("executor=spmd", "executor=mpmd schedule=zb_h1")
 STEP_ERROR, MEMORY_ERROR, RANK_RATIO = 0.10, 0.05, 1.03
 KERNEL_SCRIPTS = {  # bar of a kernel's time, as a fraction of a dense product's
@@ -83,7 +83,7 @@ FP8_STEPS, MEAN_OF, FP8_LOSS = 200, 10, 0.05  # nats; between means of MEAN_OF s
 
 
 class Bench:
-    """The model, the directory of what is found, and the clock."""
+    """The model, the directory of results, and the clock."""
 
     def __init__(self, out: Path, *, tiny: bool, minutes: float):
         self.out, self.tiny = out, tiny
@@ -93,9 +93,7 @@ class Bench:
         out.mkdir(parents=True, exist_ok=True)
 
     def words(self, *words: str) -> list[str]:
-        """Return the words of a request; of each setting the last, and data of its own instead of
-        the synthetic.
-        """
+        """Return the words of a request; of each setting the last, and custom data."""
         given = " ".join(words).split()
         data = (TINY_DATA if self.tiny else DATA).split()
         if any(word.startswith("data=") for word in given):
@@ -117,7 +115,7 @@ class Bench:
         print(f"{what:52} {shown:>10} {unit:10} {text:18} {state}", flush=True)
 
     def ppctl(self, what: str, *words: str) -> str | None:
-        """Return what a command prints; None, and a row, where it fails or takes too long."""
+        """Return a command's output; None, and a row, where it fails or takes too long."""
         command = ["ppctl", *words]
         left_s = max(30.0, self.ends_s - time.monotonic())
         try:

@@ -1,7 +1,7 @@
 """The fused attention of an accelerator: its errors against the plain form in float32, and its
 seconds. A line a case.
 
-With --tiny it is the chunked form, on what is here.
+With --tiny: the chunked form, on the attached device.
 """
 
 import json

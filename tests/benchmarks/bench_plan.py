@@ -130,7 +130,7 @@ def compared(layout: str) -> dict:
 
 
 def steps(job: TrainingJob) -> Callable[[], tuple[list[float], list[float]]]:
-    """Return what runs half of the train steps and returns their seconds and CPU seconds."""
+    """Return a function that runs half of the steps and returns their seconds and CPU seconds."""
     engine = job.pipe.engine
     engine.compile(evaluate=False)
     state, batch = engine.new_state(), engine.batches.put(next(job.data.batches()))

@@ -1,8 +1,6 @@
-"""Every schedule x mesh x chunks x remat x layers beside the reference, in float64: `make
-exhaustive`, an hour.
+"""Every schedule x mesh x chunks x remat x layers equals the reference: `make exhaustive`, an hour.
 
-The tests run a selection in which every pair of these values occurs; this runs the whole product,
-in two processes: of executor=spmd, and of executor=mpmd (every family x {1x4, 2x4, 2x2x2} x remat x
+The tests run a selection with every pair of these values; this runs the whole product, in two processes: of executor=spmd, and of executor=mpmd (every family x {1x4, 2x4, 2x2x2} x remat x
 layers). `exhaustive.py mpmd` runs one.
 """
 

@@ -1,4 +1,4 @@
-"""Grouped products of experts next to dense products of the same size, on what is here: errors
+"""Grouped products of experts next to dense products of the same size, as measured: errors
 against the scan in float32, TFLOP/s. A line a case.
 
 Rows are divided over experts by chance, as a router without a bias divides them. The dense product
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from ppctl.executors.stage.jaxpr_tools import add_outputs
 from ppctl.model.experts.grouped_products import KERNELS, kernel_for
 
-RUNS, RUN_S = 5, 0.05  # runs of about so many seconds
+RUNS, RUN_S = 5, 0.05  # number of runs, seconds each
 MOST_ERROR = 0.01  # relative to the norm, in bfloat16
 SIZES = {  # rows [R, D], experts' matrices [E, D, F] of a microbatch of 4,096 tokens
     "8 experts, top-2": (8192, 2048, 4096, 8),
@@ -53,7 +53,7 @@ def summing(kernel) -> Callable:
 
 
 def added_in_turn(add: Callable, sums: jax.Array) -> Callable:
-    """Return a call that adds to its own last result."""
+    """Return a call that adds to its last result."""
     last = [sums]
 
     def call(*arrays: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from expert_kernels import relative, seconds  # a script beside this one
+from expert_kernels import relative, seconds  # a script in this folder
 
 from ppctl.model.fp8_products import product, rounded, scale_of
 
@@ -25,7 +25,7 @@ SIZES = {  # rows M, inputs K, outputs N
     "Llama 3 405B, tp 8, in": (8192, 16384, 6656),
 }
 BF16_ERROR = 0.01  # relative to the norm
-GRADIENT_ERROR = 0.05  # of two roundings to 8 bits
+GRADIENT_ERROR = 0.05  # relative error of two roundings to 8 bits
 TINY = {"tiny": (32, 16, 64)}
 
 

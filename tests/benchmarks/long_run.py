@@ -31,7 +31,7 @@ WORDS = [
     "run.eval_every=50",
     "run.checkpoint.every=50",
 ]
-# that are left out of the slopes: the threads of the first 100 saves spread over the arenas
+# left out of the slopes: the threads of the first 100 saves spread over the arenas
 WARMUP_STEPS = 5000
 EVERY_S = 0.5  # between samples
 MOST_BYTES_A_STEP = 30.0  # a float that is kept of every step takes 32
@@ -97,7 +97,7 @@ def look(pid: int, step: int) -> Sample:
 
 
 def last_step(path: Path) -> int:
-    """Return the step of the last whole line of metrics.jsonl, 0 where there is none."""
+    """Return the step of the last whole line of metrics.jsonl, 0 without a line."""
     if not path.exists():
         return 0
     with path.open("rb") as file:
@@ -119,7 +119,7 @@ def slope(samples: Sequence[Sample]) -> float:
 
 
 def faults(samples: dict[str, list[Sample]], run_dir: Path, num_steps: int) -> Iterator[str]:
-    """Yield what is wrong; print what each process took meanwhile."""
+    """Yield faults; print the resources of each process meanwhile."""
     found = [
         json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()
     ]
@@ -168,7 +168,7 @@ def main() -> int:
     args = parser.parse_args()
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # and leave no process behind
+    )  # and end its processes
     with tempfile.TemporaryDirectory(prefix="ppctl-long-") as directory:
         run_dir = Path(directory) / "run"
         words = [*WORDS, f"run.num_steps={args.steps}", f"run.dir={run_dir}", *args.overrides]

@@ -73,7 +73,7 @@ class Model(nn.Module):
 def flops_of_step() -> float:
     """Return the FLOPs of a step, full attention counted."""
     matrices = LAYERS * 12 * WIDTH**2 + WIDTH * VOCABULARY
-    attention = LAYERS * 2 * TOKENS * WIDTH  # of a token: scores, and their sums of values
+    attention = LAYERS * 2 * TOKENS * WIDTH  # FLOPs of a token: scores, and their sums of values
     return 6.0 * BATCH * TOKENS * (matrices + attention)
 
 

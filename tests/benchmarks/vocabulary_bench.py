@@ -1,10 +1,10 @@
-"""What a vocabulary on all ranks saves: a large head on the last rank, balanced, or divided. `make
-bench-vocabulary`
+"""Savings of a vocabulary on all ranks: a large head last, balanced, or divided.
+`make bench-vocabulary`
 
 Makespans are simulated from FLOPs, in forwards of a layer. Seconds of a rank are those of its tasks
 in one step, run one program at a time (executor=mpmd), the least of the steps; CPU seconds of a
 step are those of all simulated devices, the median, the variants in turn. Bytes are one device's:
-state, batch, and what the compiled step takes besides.
+state, batch, and temporaries of the compiled step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ppctl.schedule.simulator import simulate
 
 MODEL = {"num_layers": 16, "d_model": 256, "num_heads": 4, "activation": "swiglu"}
 VOCAB_SIZE, NUM_TOKENS, NUM_RANKS = 16_384, 128, 4
-ENDS = {  # what `ppctl.pipeline` is told
+ENDS = {  # arguments of `ppctl.pipeline`
     "whole, uniform": {"partition": "uniform"},
     "whole, balanced": {"partition": "balanced"},
     "parallel": {"partition": "uniform", "vocab": "parallel"},
@@ -55,7 +55,9 @@ def simulated(pipe):
     relative = relative_costs(pipe.stack, pipe.batch_shapes, pipe.dtype, recompute=True)
     free, layer = PieceTimes(0.0, 0.0, 0.0), PieceTimes(1.0, 1.0, 1.0)
     parts = pipe.schedule.vocab_parts
-    third = 4 * relative.head / 3 / (parts or 1)  # of a layer 4: it runs again in the backward
+    third = (
+        4 * relative.head / 3 / (parts or 1)
+    )  # FLOPs of a layer are 4: it runs again in the backward
     op_times = OpTimes(
         free, layer, PieceTimes(third, third, third), task_s=0.0, hop_s=0.0, overhead_s=0.0
     )

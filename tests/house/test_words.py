@@ -70,7 +70,7 @@ def texts():
 
 def texts_of_tests():
     """Yield (place, text) of docstrings and comments of tests."""
-    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+    for path in sorted((ROOT / "tests").rglob("*.py")):
         source, place = path.read_text(), path.relative_to(ROOT)
         for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):

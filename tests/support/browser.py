@@ -98,7 +98,7 @@ function report() {
 })();
 </script>"""
 
-# The page around: shows one after the other in a frame that is so wide, and keeps what each says.
+# The outer page: shows one after the other in a frame of that width, and keeps their messages.
 AROUND = """<!doctype html><meta charset="utf-8"><body><script>
 const pages = JSON.parse(PAGES), said = {};
 async function look() {

@@ -1,6 +1,4 @@
-"""Tiny models, and one step of each by the spmd executor and by the reference, for the tests beside
-this file.
-"""
+"""Tiny models, and one step of each by the spmd executor and by the reference."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -29,7 +27,7 @@ from ppctl.schedule.tick_lowering import forward_only, ticks
 COMPILE_FAST = {
     "xla_backend_optimization_level": 0
 }  # the same program in slower machine code: most time is compiling
-# XLA's older emitters, by which tests compile faster, round a sum otherwise where it is fused with
+# XLA's older emitters, which compile faster, round a sum differently where it is fused with
 # other work
 SAME_BITS = COMPILE_FAST | {
     option: True for option in cpu_options("once") if option == "xla_cpu_use_fusion_emitters"
@@ -99,7 +97,7 @@ class Case:
     gather: str = "step"
     loops: bool = False
     layers: tuple[int, ...] | str | None = (
-        None  # of each stage, as `explicit` takes them; None: uniform
+        None  # layers of each stage, for `explicit`; None: uniform
     )
 
     def program(self):

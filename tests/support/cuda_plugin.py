@@ -11,7 +11,7 @@ from ppctl.executors.described_devices import has_plugin
 IS_NEWER = tuple(map(int, version("jaxlib").split(".")[:2])) >= (
     0,
     12,
-)  # whose compiler schedules otherwise
+)  # its compiler schedules differently
 needs_cuda_plugin = pytest.mark.skipif(
     not has_plugin(), reason="needs XLA's plugin for CUDA: pip install ppctl[cuda12]"
 )

@@ -6,8 +6,8 @@ OF_TESTS = (
     "JAX_PLATFORMS",
     "JAX_NUM_CPU_DEVICES",
     "JAX_ENABLE_X64",
-)  # as tests/conftest.py sets them
-# as a user has it, but for compiled programs, which all tests share
+)  # variables that tests/conftest.py sets
+# a user's environment, but for compiled programs, which all tests share
 BY_USER = {
     name: value
     for name, value in os.environ.items()

@@ -66,4 +66,4 @@ def difference(mesh, model=None, num_tokens=16, vocab_size=32, batch_size=8, **h
     return max(float(np.max(np.abs(np.asarray(a) - b)) / np.max(np.abs(b))) for a, b in pairs)
 
 
-ODD = {"num_tokens": 131, "vocab_size": 257}  # which nothing divides
+ODD = {"num_tokens": 131, "vocab_size": 257}  # sizes that no mesh divides

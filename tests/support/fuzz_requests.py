@@ -1,6 +1,4 @@
-"""Random requests for `tests/fuzz.py`: mostly valid ones, each a function of the seed and its
-number alone.
-"""
+"""Random requests for `tests/fuzz.py`: mostly valid, functions of only the seed and the number."""
 
 from __future__ import annotations
 
@@ -67,7 +65,7 @@ class Sizes:
 
 
 def request(seed: int, number: int, directory: Path) -> Request:
-    """Return request `number` of a seed; what it reads from a file is written to `directory`."""
+    """Return request `number` of a seed; its files are written to `directory`."""
     rng = random.Random(f"{seed} {number}")
     sizes, executor = Sizes(rng), rng.choices(("spmd", "mpmd", "reference"), (5, 4, 1))[0]
     if executor == "reference":
@@ -161,7 +159,7 @@ def _schedule(rng: random.Random, sizes: Sizes, limit: int | None, directory: Pa
 
 
 def _dtypes(axes: Axes) -> tuple[str, ...]:
-    """Return the dtypes, repeated by their weight, in which layouts are comparable."""
+    """Return the dtypes that make layouts comparable, repeated by their weight."""
     if axes.is_rounded:
         return ("float64",)
     return tuple(name for name in DTYPES if name != "bfloat16" or not axes.chooses)

@@ -62,7 +62,7 @@ def render(name: str) -> str:
 
 
 def rewrite() -> None:
-    """Nothing; writes every golden file and prints the difference to what was there."""
+    """Write every golden file and print the difference to the last one."""
     FOLDER.mkdir(exist_ok=True)
     for name in CASES:
         path = FOLDER / name

@@ -1,5 +1,5 @@
-"""A mixture of which every expert computes every token, with its losses written out, and three steps
-of AdamW on it: what executors must equal.
+"""The oracle of executors: a mixture whose experts compute every token, with its losses written out,
+and three steps of AdamW on it.
 
 Attention, embedding and head are those of a dense model, which other tests compare. Shape suffixes
 as in the model: M tokens, E experts, B sequences.
@@ -56,7 +56,7 @@ USUAL |= {"period": 1, "balance_loss": 0.0, "z_loss": 0.0, "bias_update": 0.0}
 
 @dataclass(frozen=True)
 class Written:
-    """A mixture with parameters of its own form, whole on one device."""
+    """A mixture with parameters of a separate form, whole on one device."""
 
     moe: dict
     packed: bool = False

@@ -1,4 +1,4 @@
-"""An mpmd engine for a `Case`, with parameters of the caller's, for the tests beside this file."""
+"""An mpmd engine for a `Case`, with parameters of the caller's."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -46,7 +46,7 @@ class MpmdCase(Case):
 
     num_chunks: int = 2
     sizes: tuple[int, ...] | None = None  # layers of each stage; None: as alike as can be
-    has_parts: bool = False  # of embedding and head, one on each rank
+    has_parts: bool = False  # whether each rank has a part of embedding and head
     fuses: bool = False
 
     def partition(self):

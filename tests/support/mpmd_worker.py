@@ -62,7 +62,7 @@ def whole(tree, mesh):
 def trained(
     case, *, slow=False, evaluate=False, round_trip=False, clip_norm=0.05, post_validation=False
 ):
-    """What the test looks at, after three steps."""
+    """Return the values that the test compares, after three steps."""
     used, batch = make_engine(case, clip_norm, post_validation=post_validation)
     runtime, mesh = used.runtime, used.layout.mesh
     placed = lambda batch: used.batches.put(
@@ -75,7 +75,7 @@ def trained(
     if slow:
         used.walks |= {name: slowed(walk, INDEX) for name, walk in used.walks.items()}
     compiled = len(runtime.compiled), len(runtime.crossings)
-    multihost_utils.sync_global_devices("compiled")  # as a run does
+    multihost_utils.sync_global_devices("compiled")  # like a run
     state, metrics = used.new_state(), []
     began = time.perf_counter()
     for k in range(3):

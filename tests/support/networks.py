@@ -1,4 +1,4 @@
-"""Functions that are no stacks, for the tests beside this file: each with rows to learn from."""
+"""Functions other than stacks, each with rows to learn from."""
 
 from itertools import pairwise
 

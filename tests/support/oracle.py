@@ -1,8 +1,8 @@
-"""Tiny random language models of each family by `transformers`, with what it computes of them:
+"""Tiny random language models of each family by `transformers`, with its results:
 logits, loss, gradients, and five steps of AdamW by a loop of PyTorch.
 
-`make golden` rewrites tests/golden/models where the extra `oracle` is installed. `make test` reads
-the files alone.
+`make golden` rewrites tests/golden/models where the extra `oracle` is installed. `make test` only
+reads the files.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ SMALL = {
     "rms_norm_eps": 1e-5,
 }
 NUM_TOKENS = 24  # more than original lengths and windows
-DOCUMENTS = ((0, 5, 13), (0, 9))  # of packed sequences: where each starts
-LENGTHS = (24, 17)  # of padded sequences
-NO_TOKEN = -1  # a target that is none
-NUM_STEPS, BATCH_SIZE = 5, 8  # of AdamW
+DOCUMENTS = ((0, 5, 13), (0, 9))  # starts of packed documents
+LENGTHS = (24, 17)  # lengths of padded sequences
+NO_TOKEN = -1  # the target of a token without one
+NUM_STEPS, BATCH_SIZE = 5, 8  # steps and sequences of AdamW
 LR = {
     "lr": 1e-2,
     "min_lr_fraction": 0.1,
     "warmup_steps": 2,
     "num_steps": NUM_STEPS,
-}  # as ppctl's lr_schedule takes them
+}  # arguments of ppctl's lr_schedule
 ADAMW = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 CLIP_NORM = 0.5
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name: class of transformers, its config
@@ -262,15 +262,13 @@ class Case(NamedTuple):
 
     inputs: np.ndarray  # [B, T]; packed: the first token of a document is ~id
     targets: np.ndarray  # NO_TOKEN: none
-    counts: np.ndarray  # whether logits behind a token mean anything
+    counts: np.ndarray  # whether logits after a token mean anything
     ids: np.ndarray  # inputs of transformers
-    how: dict[str, np.ndarray]  # what else it is given
+    how: dict[str, np.ndarray]  # further arguments
 
 
 def cases(name: str) -> dict[str, Case]:
-    """Return the same tokens whole, packed (three documents and two in a sequence), and padded
-    behind.
-    """
+    """Return the same tokens whole, packed (three and two documents), and padded at the end."""
     ids = tokens(name)
     inputs, targets = ids[:, :-1], ids[:, 1:]
     everywhere, place = np.ones(inputs.shape, bool), np.arange(inputs.shape[1])
@@ -307,8 +305,8 @@ def cases(name: str) -> dict[str, Case]:
 
 
 def trained(model: Any, batches: Iterable[np.ndarray]) -> dict[str, Any]:
-    """Return loss and norm of the gradient of each step, and the parameters behind the last by
-    name: AdamW, clipped.
+    """Return loss and norm of the gradient of each step, and the last parameters by name: AdamW,
+    clipped.
 
     batches: ids [B, tokens + 1]. The rate rises and falls by PyTorch's own schedules.
     """
@@ -356,12 +354,12 @@ def summary(tensor: np.ndarray) -> np.ndarray:
 
 
 def of_each(logits: np.ndarray) -> np.ndarray:
-    """Return three numbers that stand for the logits behind each token [..., 3]."""
+    """Return three numbers that stand for the logits after each token [..., 3]."""
     return np.apply_along_axis(summary, -1, logits)
 
 
 def tokens(name: str) -> np.ndarray:
-    """Token ids; none is 0, which Gemma pads with, and of which torch makes no gradient."""
+    """Token ids above 0: Gemma pads with 0, and torch makes no gradient for it."""
     return np.random.default_rng(len(name)).integers(
         1, SMALL["vocab_size"], (2, NUM_TOKENS + 1), np.int32
     )
@@ -411,7 +409,7 @@ def rewrite(name: str) -> None:
     narrow = build(name, torch.float32).to(torch.bfloat16)
     for key, tensor in narrow.named_buffers():
         if key.endswith(CHOICE_BIAS):
-            tensor.data = tensor.float()  # as in the files of the models
+            tensor.data = tensor.float()  # the dtype in the files of the models
     narrow.save_pretrained(folder)
     np.savez_compressed(folder / "expected.npz", **arrays)
     kind = json.loads((folder / "config.json").read_text())["model_type"]

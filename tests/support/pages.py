@@ -140,7 +140,7 @@ def rehearsal() -> str:
 def recorded(
     run_dir: Path, num_steps: int, spike: int, pipeline: Planned | str = ""
 ) -> RecordedRun:
-    """Return a run of so many steps, of which one is ten times as slow, as a report reads it."""
+    """Return a run, one of its steps ten times as slow, as a report reads it."""
     run_dir.mkdir()
     lines = [
         {
@@ -197,7 +197,7 @@ def runs(directory: Path) -> str:
 
 
 def sweep() -> str:
-    """Return the page of a sweep over two settings, of which jobs failed."""
+    """Return the page of a sweep over two settings with failed jobs."""
     results, speeds = [], (100.0, 300.0, 150.0, 200.0)
     for index, speed in enumerate(speeds):
         name, size = ("gpipe", "zb_h1")[index // 2], (8, 16)[index % 2]

@@ -1,4 +1,4 @@
-"""A small request to plan, its variations, and what is printed of them."""
+"""A small request to plan, its variations, and their output."""
 
 import json
 from dataclasses import replace
@@ -44,7 +44,7 @@ def planned(asked):
 
 
 def said_of(asked, capsys):
-    """(prediction, what is printed of it)."""
+    """(prediction, its output)."""
     found = planned(asked)
     show_plan(found)
     return found, capsys.readouterr().out

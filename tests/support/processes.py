@@ -18,7 +18,7 @@ TINY = (
     "optim.warmup_steps=0 optim.min_lr_fraction=1"
 )
 WORDS = TINY.split()
-PATIENCE_S = 240  # of a test that waits on a busy machine
+PATIENCE_S = 240  # seconds that a test waits on a busy machine
 
 
 class Process:

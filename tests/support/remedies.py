@@ -20,7 +20,7 @@ def suggestions(message: str) -> list[list[str]]:
 
 
 def with_suggestion(words: list[str], suggestion: list[str]) -> list[str]:
-    """A request with suggested settings in place of its own; another choice drops settings."""
+    """A request with suggested settings replaced; another choice drops settings."""
     keys = [word.partition("=")[0] for word in suggestion]
     own = [
         word

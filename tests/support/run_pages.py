@@ -93,6 +93,6 @@ def check(text):
 
 
 def words_of(text):
-    """What a reader sees."""
+    """The visible text."""
     body = re.sub(r"<style>.*?</style>", "", text, flags=re.DOTALL)
     return re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]+>", " ", body)))

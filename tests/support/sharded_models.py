@@ -1,6 +1,4 @@
-"""Models of one's own that give PartitionSpecs of their parameters over tp, for the tests beside
-this file.
-"""
+"""Custom models that give PartitionSpecs of their parameters over tp."""
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +75,7 @@ def of_config(*, num_layers, dtype, data):
 
 
 def by_hand(num_layers=4, dtype=jnp.float64):
-    """The stack divided by its own collectives; over tp each device has its part of the rows."""
+    """The stack divided by custom collectives; over tp each device has its part of the rows."""
     whole = stack(num_layers, dtype=dtype)
 
     def divided(axes):

@@ -1,6 +1,4 @@
-"""Four schedule families over a grid of sizes, and programs in random order, for the tests beside
-this file.
-"""
+"""Four schedule families over a grid of sizes, and programs in random order."""
 
 import random
 from itertools import groupby
@@ -24,7 +22,7 @@ def knobs_of(family, num_chunks):
 
 
 def grid(ranks=range(1, 9), rounds=(1, 2, 3), chunks=(1, 2, 3, 4)):
-    """(family, p, m, V) for each of them: m both below, at, above and beside the multiples of p."""
+    """(family, p, m, V) for each of them: m both below, at, above and next to the multiples of p."""
     found = []
     for family in FAMILIES:
         for p in ranks:
@@ -53,9 +51,7 @@ def make(family, p, m, V):
 
 
 def random_program(seed, *, num_ranks, num_chunks, num_microbatches, split):
-    """A schedule in the order in which ranks happened to be served: right by construction, and in
-    no family's order.
-    """
+    """A schedule in a random order of ranks: right by construction, and of no family."""
     rng = random.Random(seed)
     rank_of = loop(num_ranks, num_chunks)
     num_stages, kinds = len(rank_of), "FIW" if split else "FB"

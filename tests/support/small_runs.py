@@ -1,4 +1,4 @@
-"""Runs of a few steps, and what they leave."""
+"""Runs of a few steps, and their files."""
 
 import json
 

@@ -61,9 +61,7 @@ ALL_PAIRS = {
 
 
 def covering_array(factors=FACTORS, wanted=ALL_PAIRS, possible=possible):
-    """Choices of values in which every wanted pair occurs: each next one, of 60 random ones, has
-    the most new pairs.
-    """
+    """Choices of values with every wanted pair: each has the most new pairs of 60 random ones."""
     rng, chosen, left = random.Random(0), [], sorted(wanted, key=repr)
     while left:
         missing = set(left)
@@ -77,7 +75,7 @@ def covering_array(factors=FACTORS, wanted=ALL_PAIRS, possible=possible):
 
 
 # `make test`: every family, and every pair of flags, but not of the meshes that cost most; the
-# models that are not perceptrons compile for 3 times as long and are in a few cases of their own
+# models that are not perceptrons compile for 3 times as long and are in a few separate cases
 FEW = FACTORS | {
     "schedule": [
         *(
@@ -102,7 +100,7 @@ FEW_PAIRS = {
 
 
 def num_layers_of(num_stages, layers):
-    """The fewest sizes that serve all numbers of stages, since each needs a reference of its own."""
+    """The fewest sizes that serve all numbers of stages, since each needs a separate reference."""
     if layers == "even":
         return next(n for n in (8, 6, 12, 16, 32) if n % num_stages == 0)
     return next(n for n in (7, 9, 13, 17, 33) if n > num_stages)

@@ -10,7 +10,7 @@ from support.cases import COMPILE_FAST, MLP, Case, make_stack, staged_step
 
 from ppctl.model.stack import init
 
-ROWS = 256  # of a microbatch: so many that activations outweigh the table of ticks
+ROWS = 256  # rows of a microbatch: enough that activations outweigh the table of ticks
 
 
 def shapes_of(case):

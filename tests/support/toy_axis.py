@@ -1,4 +1,4 @@
-"""A mesh with one more axis, "xp", in a process of its own: one record, and a model divided over it.
+"""A mesh with one more axis, "xp", in a separate process: one record, and a model divided over it.
 
 Run as a script, before anything of ppctl but the table is imported; prints the results as JSON. The
 axis is like one of experts: its devices have different examples, and parts of each layer's hidden
@@ -52,7 +52,7 @@ def layer(params, x, axes=WHOLE):
 
 
 def model(num_layers=4, dtype=None, data=None):
-    del dtype, data  # of the config
+    del dtype, data  # arguments from the config
 
     def init_embed_head(key):
         first, second = jax.random.split(key)

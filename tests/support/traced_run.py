@@ -1,4 +1,4 @@
-"""A run of `ppctl train` on a tiny model of which two steps are traced."""
+"""A run of `ppctl train` on a tiny model with two traced steps."""
 
 from ppctl import cli
 

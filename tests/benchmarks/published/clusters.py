@@ -29,7 +29,7 @@ LLAMA = "data.vocab_size=128256 model.seq_len=8192"
 
 @dataclass(frozen=True)
 class Cluster:
-    """A model on a cluster, its published layout, and what the search may choose, in overrides."""
+    """A model on a cluster, its published layout, and the choices of the search, as overrides."""
 
     name: str
     model: str
@@ -83,7 +83,7 @@ def published_and_found(cluster: Cluster) -> tuple[Prediction, Prediction, Confi
 
 
 def difference(cluster: Cluster) -> str:
-    """Return in a line what was published and what was found."""
+    """Return the published layout and the best ones, in a line."""
     published, found, config = published_and_found(cluster)
     mesh = config.mesh
     axes = " ".join(

@@ -18,9 +18,7 @@ from ppctl.training.pipeline.mfu import mfu
 
 @dataclass(frozen=True)
 class Compared:
-    """A published row and its prediction; where it cannot be expressed, `refused` says why and the
-    rest is None.
-    """
+    """A published row and its prediction; `refused`: why it cannot be expressed, the rest is None."""
 
     id: str
     system: str
@@ -28,12 +26,12 @@ class Compared:
     gpu: str
     has_pipeline: bool
     is_fitted: bool  # whether the constants were fitted on it
-    is_mixture: bool  # of experts
+    is_mixture: bool  # whether the model has experts
     is_fp8: bool  # linear maps in 8 bits
     published_step_s: float | None
     predicted_step_s: float | None = None
     ratio: float | None = None  # predicted over published
-    # of the peak in the row's precision, with the FLOPs counted as the row counts
+    # share of the peak in the row's precision, with the FLOPs counted as the row counts
     published_mfu_fraction: float | None = None
     predicted_mfu_fraction: float | None = None  # likewise
     predicted_mfu_full_fraction: float | None = None  # all pairs of tokens in attention
@@ -68,12 +66,12 @@ class Errors:
     name: str
     rows: int
     median: float
-    ninth_decile: float  # of ten rows nine are at most so far off
+    ninth_decile: float  # largest error of the best nine in ten rows
     worst: float
 
 
 def compare(rows: Sequence[Row], constants: Constants = FITTED) -> list[Compared]:
-    """Return every row with its prediction or the reason why there is none, in order."""
+    """Return every row with its prediction or the reason for its absence, in order."""
     return [_compared(row, constants) for row in rows]
 
 
@@ -166,7 +164,7 @@ def errors_of(values: Iterable[float | None], name: str) -> Errors | None:
 
 def summary(compared: Sequence[Compared]) -> list[Errors]:
     """Return the errors with and without a pipeline: of all rows, of those fitted on, and of the
-    others; then of rows in fp8 and of mixtures, on which none is fitted.
+    others; then of rows in fp8 and of mixtures: no constant is fitted on these.
     """
     found = list[Errors | None]()
     for has_pipeline, name in ((True, "with a pipeline"), (False, "without a pipeline")):

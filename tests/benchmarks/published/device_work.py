@@ -119,7 +119,7 @@ def _with_heads_of_cudnn(model: Model, tp: int) -> Model:
     """Return the model with heads of 128 or 64 numbers, and as many in all, where the counted
     kernel has no others.
 
-    FlashAttention-2 has heads of up to 256; counts differ by the statistics of each row alone.
+    FlashAttention-2 has heads of up to 256; counts differ only by the statistics of each row.
     """
     width = model.head_width
     if width <= 128 and width % 8 == 0:

@@ -15,7 +15,7 @@ from ppctl.errors import ConfigError
 from ppctl.schedule.families.registry import BASELINE, FAMILIES
 from ppctl.training.pipeline.known_hardware import known
 
-HOST_DEVICES = 8  # of all machines in the rows
+HOST_DEVICES = 8  # devices of each machine in the rows
 GBIT_BYTES = 1e9 / 8
 DTYPE = "bfloat16"
 SLOWER_LINKS = {"A800": ("a100", 200e9), "H800": ("h100", 200e9)}  # data sheets: 400 GB/s both ways
@@ -26,9 +26,9 @@ QUARTERS = (
     0.5,
     0.75,
     1.0,
-)  # of a rank's layers that may be recomputed where the source does not say
-MICRO_BATCHES = 1, 2, 4  # that are tried where the source does not say
-# of a layer's forward that FSDP trainers run again: every other product, or every other layer
+)  # share of a rank's recomputed layers, where the source does not state it
+MICRO_BATCHES = 1, 2, 4  # sizes tried where the source does not state one
+# share of a layer's forward that FSDP trainers run again: every other product, or every other layer
 SELECTIVE = 0.5
 
 
@@ -78,10 +78,9 @@ class Request:
 
 
 def requests_of(row: Row) -> list[Request]:
-    """Return the requests of a row, several where its source leaves stages a rank or recomputing
-    open.
+    """Return the requests of a row, several if its source leaves stages or recomputing open.
 
-    ConfigError where there is none, with the reason.
+    ConfigError if it has no request, with the reason.
     """
     if row.model is None:
         raise ConfigError(row.why_none)
@@ -172,7 +171,7 @@ def _micro_batches(examples: float, fsdp: int) -> list[int]:
 
 
 def hardware_of(row: Row) -> tuple[Hardware, list[str]]:
-    """Return the GPU of a row with its network, and what is assumed of it."""
+    """Return the GPU of a row with its network, and the assumptions about it."""
     name, assumed = _described(row), list[str]()
     hardware = known().get(name)
     if hardware is None:
@@ -255,13 +254,13 @@ def _replicas(row: Row) -> tuple[int, int, int]:
 
 
 def _redone(row: Row) -> tuple[float, bool]:
-    """Return (the share of a forward that the backward runs again, whether the source says so)."""
+    """Return (share of a forward that the backward runs again, whether the source states it)."""
     word = re.split(r"[\s(]", row.remat.lower())[0]
     if word in ("full", "every_layer", "uniform", "block"):
         return 1.0, True
     if (
         word == "selective"
-    ):  # of Megatron: scores of attention, which a flash kernel does not keep anyway
+    ):  # Megatron's option: scores of attention, which a flash kernel does not keep anyway
         return (SELECTIVE if system_of(row).shards == "parameters" else 0.0), True
     if word in ("none", "disabled", "", "not", "see"):
         return 0.0, word in ("none", "disabled")

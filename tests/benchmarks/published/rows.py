@@ -45,7 +45,7 @@ class Model:
     experts: int | None = None  # in every layer; ffn is then that of dense layers, if any
     top_k: int = 1
     expert_ffn: int = 0
-    shared_ffn: int = 0  # of the experts of all tokens, together
+    shared_ffn: int = 0  # width of the shared experts, together
 
     @property
     def head_width(self) -> int:
@@ -72,7 +72,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Row:
-    """A measured step as its source states it; what the source does not say is None."""
+    """A measured step as its source states it; None: not stated."""
 
     id: str
     system: str
@@ -81,8 +81,8 @@ class Row:
     gpu_short: str  # H100, A100 and the like
     network: str
     precision: str
-    model: Model | None  # None: `why_none` says why
-    why_none: str  # what makes the row, or its model, none that can be counted
+    model: Model | None  # None: for the reason `why_none`
+    why_none: str  # reason why the row, or its model, cannot be counted
     seq: int
     gpus: int
     tp: int
@@ -102,8 +102,8 @@ class Row:
     kernel: str
     sequence_parallel: bool | None
     step_s: float | None
-    tflops: float | None  # of a GPU
-    tokens_per_s: float | None  # of a GPU
+    tflops: float | None  # TFLOP/s of a GPU
+    tokens_per_s: float | None  # tokens/s of a GPU
     mfu: float | None  # 0..1
     convention: str  # how the source counts FLOPs
     outcome: str | None  # ok, or why it did not run
@@ -150,7 +150,7 @@ class Row:
         """Return the seconds of the step: as stated, else as they follow from TFLOP/s, tokens/s or
         MFU of a GPU.
 
-        peak_flops: of a GPU, for those that state the MFU alone.
+        peak_flops: of a GPU, for rows that state only the MFU.
         """
         flops = self.step_flops(causal=self.counts_causal)
         if self.step_s is not None:
@@ -230,7 +230,7 @@ def _row(given: dict[str, Any], number: int) -> Row:
 
 
 def _read(given: dict[str, Any], name: str) -> Row:
-    """Return a row. ConfigError where a field is missing, or is nothing that it may be."""
+    """Return a row. ConfigError where a field is missing or invalid."""
     for key in ("gpu_short", "precision", "model"):
         if given.get(key) is None:
             raise ConfigError(f"the row has no {key}")
@@ -289,7 +289,7 @@ def _required(given: dict[str, Any], key: str) -> int:
 
 
 def _whole(given: dict[str, Any], key: str, least: int = 1) -> int | None:
-    """Return a whole number, None where there is none."""
+    """Return a whole number; None: no value."""
     value = _number(given, key)
     if value is not None and (value != int(value) or value < least):
         raise ConfigError(f"{key}={given[key]} is not a whole number from {least} on")
@@ -312,7 +312,7 @@ def _number(given: dict[str, Any], key: str) -> float | None:
     return value
 
 
-MOST = 1e15  # of any number in a row; NaN is not below it either
+MOST = 1e15  # bound of any number in a row; NaN is not below it either
 
 
 def _model(given: Any) -> tuple[Model | None, str]:
@@ -323,7 +323,7 @@ def _model(given: Any) -> tuple[Model | None, str]:
     if "heads" in sizes:
         sizes.setdefault("kv_heads", sizes["heads"])  # without groups of queries
     if given.get("experts") is not None and "expert_ffn" in given:
-        sizes.setdefault("ffn", given["expert_ffn"])  # of no layer
+        sizes.setdefault("ffn", given["expert_ffn"])  # width without a dense layer
     missing = [
         key
         for key in (*SIZES, "gated")

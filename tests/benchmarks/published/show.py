@@ -24,7 +24,7 @@ DATA, PAGE, PICTURE = (
     DOCS / "images" / "published.svg",
 )
 BEGIN, END = "<!-- made by make bench-published -->\n", "<!-- to here -->"
-BAND = 0.2  # of measured values, shaded
+BAND = 0.2  # shaded share of measured values
 COLUMNS: tuple[tuple[str, Callable[[Compared], str]], ...] = (
     ("row", lambda row: row.id),
     ("GPU", lambda row: row.gpu),
@@ -48,7 +48,7 @@ def _percent(value: float | None) -> str:
 
 
 def _memory(row: Compared) -> str:
-    """Return the predicted memory, where the source says whether it ran or what it took."""
+    """Return the predicted memory, if the source states that it fits, or its memory."""
     if row.memory_gib is None or (row.ran is None and row.published_memory_gib is None):
         return ""
     stated = (
@@ -62,7 +62,7 @@ def _memory(row: Compared) -> str:
 
 
 def show(compared: Sequence[Compared], constants: Constants = FITTED) -> None:
-    """Print the table, then what is refused, then the errors."""
+    """Print the table, then refused rows, then the errors."""
     rows = [[text(row) for _, text in COLUMNS] for row in compared if row.refused is None]
     show_table(Console(), "", [name for name, _ in COLUMNS], rows)
     for line in (*_refused(compared), *_errors(compared), *_constants(constants)):

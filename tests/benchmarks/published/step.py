@@ -30,7 +30,7 @@ from ppctl.schedule.placement_costs import peak_activations
 from ppctl.schedule.remat import Remat
 
 FLOAT32 = 4
-# of the optimizer, a parameter: gradient, weight, moments read, three written, a norm, a copy
+# bytes of the optimizer, a parameter: gradient, weight, moments read, three written, a norm, a copy
 UPDATE_BYTES = 36
 UNFUSED_NORM = (
     15,
@@ -48,13 +48,15 @@ ATTENTION = {
     8192: (1.07, 0.74),
     16384: (1.09, 0.76),
 }
-MEMORY_SHARE = 0.87  # of a data sheet's bandwidth: as measured on an H100 (conf/hardware/h100.yaml)
-# of NVLink's stated speed: rings of nccl-tests reach about 235 of 300 GB/s (A100), 360 of 450
+MEMORY_SHARE = (
+    0.87  # share of a data sheet's bandwidth: measured on an H100 (conf/hardware/h100.yaml)
+)
+# share of NVLink's stated speed: rings of nccl-tests reach about 235 of 300 GB/s (A100), 360 of 450
 # (H100)
 LINK_SHARE = 0.8
 TAKEN = (
     20 / 132
-    # of a device's cores, by collectives beside computing: DeepSeek-V3 (2024, arXiv 2412.19437),
+    # share of a device's cores for overlapped collectives: DeepSeek-V3 (2024, arXiv 2412.19437),
     # 3.2.2
 )
 CONTEXT_GIB = 2.0  # CUDA's and NCCL's own memory
@@ -121,7 +123,7 @@ def op_times_of(request: Request, constants: Constants) -> OpTimes:
             layer, forward_s=layer.forward_s + more[0], input_grad_s=layer.input_grad_s + more[1]
         )
 
-    # gradients that are added in passes of their own
+    # gradients that are added in separate passes
     each = system.gradient_bytes / FLOAT32 / bytes_per_s
     layer = replace(layer, weight_grad_s=layer.weight_grad_s + found.layer_bytes * each)
     head = replace(head, weight_grad_s=head.weight_grad_s + found.embed_head_bytes / 2 * each)
@@ -130,11 +132,11 @@ def op_times_of(request: Request, constants: Constants) -> OpTimes:
     logits = examples * request.row.seq / layout.mesh.cp * request.model.vocab / layout.mesh.tp
     head = replace(head, input_grad_s=head.input_grad_s + logits * system.logit_bytes / bytes_per_s)
 
-    # what is computed again
+    # recomputed work
     again_s = request.redone * layer.forward_s
     layer = replace(layer, input_grad_s=layer.input_grad_s + again_s)
 
-    # parameters that are gathered, and gradients that are scattered, layer by layer beside the
+    # parameters that are gathered, and gradients that are scattered, layer by layer during the
     # layer before
     overhead_s, ring_of = 0.0, step.ring
     if request.fsdp > 1:
@@ -166,7 +168,7 @@ def op_times_of(request: Request, constants: Constants) -> OpTimes:
 
 
 def _beside_s(computing_s: float, sending_s: float) -> float:
-    """Return the seconds of work beside a collective, which takes some of its cores.
+    """Return the seconds of work during a collective, which takes some of its cores.
 
     >>> round(_beside_s(10.0, 1.0), 3), _beside_s(1.0, 10.0)
     (10.152, 10.0)
@@ -234,7 +236,7 @@ def _overhead_s(request: Request, found: DeviceWork, step: Step, layer: PieceTim
             updated = sum(size / copies for size, copies, _ in parts)
         if (
             system.hides_replicas
-        ):  # but for one layer, beside the last backward and the next forward
+        ):  # but for one layer, during the last backward and the next forward
             share = 1 / request.rank_layers
             backward_s = (layer.input_grad_s + layer.weight_grad_s) * request.rank_layers
             forward_s = layer.forward_s * request.rank_layers
@@ -292,8 +294,7 @@ def step_time(request: Request, constants: Constants) -> StepTime:
 
 
 def simulated_numbers(request: Request) -> list[int]:
-    """Return the numbers of microbatches to simulate: that of the row, or two others from which it
-    follows.
+    """Return the numbers of microbatches to simulate: the row's, or two that determine it.
 
     Batches that the source rounds, and interleaving of whole groups of ranks, need other numbers.
     """

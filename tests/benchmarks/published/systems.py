@@ -1,8 +1,6 @@
 """Trainers of published rows: how each differs from ppctl's own executors. Standard library only.
 
-Set by hand from what is known of their code and papers, which were not all opened again for it, and
-chosen in sight of the errors of all rows: the error on the half that the constants are not fitted
-on tells nothing of these.
+Set by hand from their code and papers, which were not all opened again for it, and in sight of the errors of all rows: the error on the half without fitted constants does not test it.
 """
 
 from __future__ import annotations
@@ -13,10 +11,10 @@ from dataclasses import dataclass, replace
 from benchmarks.published.rows import Row
 
 # docs/benchmarks.md, one H100: PyTorch takes 0.425 s compiled and 0.575 s eager for a step that is
-# counted as 0.344 s, of which 0.065 s are element-wise; products and attention are the same.
+# counted as 0.344 s, including 0.065 s of element-wise work; products and attention are the same.
 COMPILED, EAGER = 2.2, 4.5
 # Megatron-LM core/tensor_parallel/cross_entropy.py, a logit: to float32 6, maximum 4, subtract 8,
-# exp 8, sum 4, divide 8, times the gradient 8, to bfloat16 6: 52 bytes, of which 16 are counted
+# exp 8, sum 4, divide 8, times the gradient 8, to bfloat16 6: 52 bytes, including 16 counted
 LOGIT_BYTES = 36
 
 
@@ -30,19 +28,19 @@ class System:
     """
 
     name: str
-    pattern: str  # of the row's `system`
+    pattern: str  # pattern of the row's `system`
     flash: bool = True  # attention as one kernel; otherwise all scores are in memory
     sequence_parallel: bool = True
     shards: str = (
         "optimizer"  # over replicas: nothing | optimizer (ZeRO-1) | parameters (FSDP), over fsdp
     )
-    hides_replicas: bool = True  # sums over replicas and gathers of parameters run beside computing
-    hides_tp: float = 0.0  # 0..1: of what tp sends, that runs beside the products
+    hides_replicas: bool = True  # sums over replicas and gathers of parameters overlap computing
+    hides_tp: float = 0.0  # 0..1: share of the sends of tp that overlaps products
     gradient_bytes: float = 0.0
     reduce_bytes: int = 2
     stored_gradient_bytes: int = 4
     logit_bytes: float = (
-        LOGIT_BYTES  # traffic of a loss of several kernels, a logit, besides what is counted
+        LOGIT_BYTES  # traffic of a loss of several kernels, a logit, besides the counted bytes
     )
     element_wise: float = (
         1.0  # traffic of element-wise kernels over that of XLA's fused ones, as counted
@@ -64,7 +62,7 @@ SYSTEMS = (
     # XLA fuses element-wise work, as counted; bfloat16 parameters and gradients
     System("Marin's trainer", r"Marin", shards="nothing", stored_gradient_bytes=2, logit_bytes=0),
     # Reducing Activation Recomputation (Korthikanti et al. 2022): sequence parallelism, fused sums
-    # of gradients
+    # bytes of gradients
     System(
         "Megatron-LM of 2022",
         r"2205\.05198|Korthikanti",
@@ -112,8 +110,8 @@ SYSTEMS = (
     # The Llama 3 Herd of Models (2024, arXiv 2407.21783), 3.3.2: gradients are summed over replicas
     # in float32
     System("Meta's trainer", r"Meta Llama", logit_bytes=0, reduce_bytes=4),
-    # userbuffers: gathers and scatters along tp in four pieces, of which all but the first run
-    # beside products
+    # userbuffers: gathers and scatters along tp in four pieces; all but the first
+    # overlap products
     System(
         "NeMo", r"NeMo|Megatron-Bridge", hides_tp=0.75, stored_gradient_bytes=2
     ),  # grad_sync_dtype=bf16

@@ -57,7 +57,7 @@ def print_summary(done: Sequence[Killed], chains: Sequence[Chain]) -> None:
 
 @contextmanager
 def loaded() -> Iterator[None]:
-    """Run all processes on one core, beside a process that never waits."""
+    """Run all processes on one core, with a process that never waits."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
@@ -84,7 +84,7 @@ def main() -> int:
     chance = random.Random(args.seed)
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # and leave no process behind
+    )  # and end its processes
     directory = Path(tempfile.mkdtemp(prefix="ppctl-chaos-"))
     until_s = time.monotonic() + 60 * args.minutes
     try:

@@ -20,18 +20,18 @@ class Left(NamedTuple):
     """The numbers that a run has computed."""
 
     results: list[list[Any]]  # step, loss, gradient norm and learning rate of every step
-    checksums: dict[str, str]  # of the last checkpoint
+    checksums: dict[str, str]  # sums of the last checkpoint
 
 
 def left(run_dir: Path, num_steps: int) -> Left:
-    """Return what a run that is at its end has computed."""
+    """Return the results of a finished run."""
     records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     results = [[record[key] for key in ("step", "loss", "grad_norm", "lr")] for record in records]
     return Left(results, manifest(run_dir, num_steps)["checksums"])
 
 
 def check_same(name: str, found: Left, wanted: Left) -> None:
-    """Raise Violation unless a run has computed what the one did that nobody interrupted."""
+    """Raise Violation unless a run has the results of the uninterrupted one."""
     if found != wanted:
         pairs = zip(wanted.results, found.results, strict=False)
         differ = [pair for pair in pairs if pair[0] != pair[1]]
@@ -61,7 +61,7 @@ def newest(run_dir: Path) -> int:
 
 
 def records(run_dir: Path) -> dict[str, bytes]:
-    """Return what a finished run has recorded, which nobody may write again."""
+    """Return the records of a finished run; no later start may change them."""
     return {
         name: (run_dir / name).read_bytes()
         for name in ("metrics.jsonl", "status.jsonl", "config.yaml")
@@ -99,9 +99,7 @@ def check_files(run_dir: Path) -> None:
 
 
 def check_sweep(directory: Path, wanted: dict[str, Left]) -> None:
-    """Raise Violation unless the summary of a sweep tells of every job that it is finished, and
-    with which loss.
-    """
+    """Raise Violation unless the summary of a sweep has each job as finished, with its loss."""
     records = {
         Path(record["run_dir"]).name: record
         for record in json.loads((directory / "sweep.json").read_text())

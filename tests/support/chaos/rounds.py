@@ -33,8 +33,8 @@ from support.chaos.left import (
 from support.chaos.start import COMMAND, RESTART, Chain, Start, Victim, check_resumed, started
 
 END_S = 60  # until all processes of a run have ended after one was killed
-FINISH_S = 1200  # of a start that nobody kills any more
-CACHE = "cache"  # of compiled programs
+FINISH_S = 1200  # seconds for a start without further kills
+CACHE = "cache"  # directory of compiled programs
 MOST_KILLS = 4  # in one start that goes on after a kill
 
 
@@ -44,7 +44,7 @@ class Round(NamedTuple):
     layout: str
     moment: str | None  # one of PHASES
     victim: str | None  # COMMAND, "process 0", "process 1", "job", ...
-    kills: int | None = 1  # as far as the start goes on after one; None: up to MOST_KILLS
+    kills: int | None = 1  # kills, if the start continues after one; None: up to MOST_KILLS
 
 
 class Killed(NamedTuple):
@@ -86,7 +86,7 @@ def chaos(
         turn = next(turns)
         if turn.layout not in chains:
             chains[turn.layout] = undisturbed(turn.layout, num_steps, directory)
-        # compiled programs are kept from start to start, which halves what a start costs, but where
+        # compiled programs are kept from start to start, which halves the cost of a start, but where
         # the kill is to come while they are made
         env = {} if turn.moment == "compiling" else cached(cache)
         kills_of_start = one_start(chains[turn.layout], turn, chance, env)
@@ -264,7 +264,7 @@ def check_ended(start: Start, seen: Seen) -> None:
     """Raise Violation unless a start came to its end, all of it but the jobs of a sweep that have
     been killed.
 
-    What is at its end is what nobody interrupted. Of a whole one that is forgotten: the next start
+    A finished run equals the uninterrupted one. A finished chain is forgotten: the next start
     begins another.
     """
     chain, code = start.chain, start.popen.returncode
@@ -300,9 +300,7 @@ def check_runs(start: Start, seen: Seen) -> None:
 
 
 def undisturbed(layout: str, num_steps: int, directory: Path) -> Chain:
-    """Return a chain, of which it is known now what an uninterrupted start leaves and how long it
-    takes.
-    """
+    """Return a chain with the results and the duration of an uninterrupted start."""
     chain = Chain(layout, LAYOUTS[layout].split(), num_steps, directory / layout.replace(" ", "_"))
     chain.directory.mkdir(parents=True)
     with started(chain, cached(directory / CACHE)) as start:
@@ -332,7 +330,7 @@ def undisturbed(layout: str, num_steps: int, directory: Path) -> Chain:
 
 
 def cached(directory: Path) -> dict[str, str]:
-    """Return the environment in which every compiled program is kept there."""
+    """Return an environment that keeps every compiled program in this directory."""
     return {
         "JAX_COMPILATION_CACHE_DIR": str(directory),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

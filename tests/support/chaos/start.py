@@ -1,4 +1,4 @@
-"""One start of a run or a sweep: its processes, what it prints, and what each run of it is at."""
+"""One start of a run or a sweep: its processes, its output, and the state of each run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from typing import NamedTuple
 from support.chaos.layouts import WORDS
 from support.chaos.left import Left, Violation, newest
 
-COMMAND = "the command"  # that was typed: the only process, or the one that has started the others
+COMMAND = (
+    "the command"  # the typed command: the only process, or the one that has started the others
+)
 MARK = "PPCTL_CHAOS"  # in the environment of every process of a start
 PLAIN_ENV = {
     key: value
@@ -33,7 +35,7 @@ class Victim(NamedTuple):
     """A process that may be killed."""
 
     name: str  # COMMAND, "process 0", "job", "process 0 of a job"
-    run: str | None  # whose it is; None: of all of them
+    run: str | None  # run of the process; None: all runs
     pid: int
 
 
@@ -44,14 +46,14 @@ class Chain:
     layout: str
     words: Sequence[str]
     num_steps: int
-    directory: Path  # of this chain alone
+    directory: Path  # directory of only this chain
     wanted: dict[str, Left] = field(
         default_factory=dict
-    )  # what each run leaves that nobody interrupts
-    duration_s: float = 0.0  # of an uninterrupted start
-    number: int = 0  # of the run or sweep that is under way
+    )  # results of each run without interruption
+    duration_s: float = 0.0  # seconds of an uninterrupted start
+    number: int = 0  # number of the current run or sweep
     resumes: int = 0
-    finished: int = 0  # runs; of a sweep each job is one
+    finished: int = 0  # finished runs; each job of a sweep counts
 
     @property
     def run_dir(self) -> Path:
@@ -125,9 +127,7 @@ class Start:
         return found
 
     def of_run(self, run: str) -> dict[int, list[str]]:
-        """Return the processes that have been started for a run, which the command itself is none
-        of.
-        """
+        """Return the processes that have been started for a run, without the command itself."""
         wanted = str(self.chain.runs[run])
         found = {}
         for pid, words in self.processes().items():
@@ -191,13 +191,13 @@ class Start:
         return time.monotonic() - began
 
     def close(self) -> None:
-        """Kill what is left."""
+        """Kill the remaining processes."""
         self.popen.kill()
         for pid in self.processes():
             _kill(pid)
         self.popen.wait()
 
-    # --- what it prints --------------------------------------------------------------------------
+    # --- its output ------------------------------------------------------------------------------
 
     def printed(self) -> str:
         return self.output.read_text(errors="replace")
@@ -226,7 +226,7 @@ class Start:
     # --- what its runs are at --------------------------------------------------------------------
 
     def phase(self, run: str | None) -> str:
-        """Return what the first process of a run is at; None: no run is under way."""
+        """Return the state of the first process of a run; None: no run has started."""
         if run is None:
             return "between jobs"
         chain, run_dir = self.chain, self.chain.runs[run]
@@ -267,11 +267,10 @@ def started(chain: Chain, env: dict[str, str]) -> Iterator[Start]:
 
 
 def check_resumed(start: Start, run: str, before: int) -> int:
-    """Return how often a run has gone on from a checkpoint in this start. Violation unless from the
-    newest one.
+    """Return how often a run has resumed in this start. Violation unless from the newest checkpoint.
 
-    before: the newest checkpoint when this start began; after it, where the launcher says that it
-    starts again.
+    before: the newest checkpoint when this start began; after it, where the launcher announces
+    a restart.
     """
     printed = start.printed_by(run)
     claims = [before, *(int(match[1] or 0) for match in RESTART.finditer(printed))]
