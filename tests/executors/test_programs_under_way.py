@@ -42,7 +42,7 @@ def trained():
     return pipe, pipe.init(seed=0), batch
 
 
-def test_steps_that_nobody_reads_end(trained):
+def test_steps_without_a_reader_end(trained):
     pipe, state, batch = trained
     state = pipe.from_natural(pipe.to_natural(state))  # a step reuses the memory of its state
     for _ in range(CALLS):
@@ -52,7 +52,7 @@ def test_steps_that_nobody_reads_end(trained):
 
 
 @pytest.mark.parametrize("name", ["loss", "loss_and_grads", "evaluate", "predict", "params"])
-def test_results_that_nobody_reads_end(trained, name):
+def test_results_without_a_reader_end(trained, name):
     pipe, state, batch = trained
     args = {"params": (state,), "predict": (state, batch["inputs"])}.get(name, (state, batch))
     found = [getattr(pipe, name)(*args) for _ in range(CALLS)]
