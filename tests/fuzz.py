@@ -124,13 +124,25 @@ def _difference(
             return Finding(
                 f"train ends with {launched.code}", lines["train"], launched.out + launched.error
             )
-    expected, dtype = reference(lines["train"][1:])
+    unlike = _unlike(lines["train"], run_dir)
+    if unlike is None or "float64" in unlike:
+        return unlike and Finding(unlike, lines["train"])
+    # a narrow model with dropout amplifies rounding ten thousandfold: a fault shows in float64 too
+    shutil.rmtree(run_dir)
+    left_out = ("run.dtype=", "launch.processes=")
+    again = [word for word in lines["train"] if not word.startswith(left_out)]
+    again.append("run.dtype=float64")
+    code = served([*again, "--json"]).code
+    return Finding(unlike, lines["train"]) if code or _unlike(again, run_dir) else None
+
+
+def _unlike(line: Sequence[str], run_dir: Path) -> str | None:
+    """Return the first number of a run that is not the reference's, and the dtype; None: equal."""
+    expected, dtype = reference(line[1:])
     for name, wanted in expected.items():
         records = _records(run_dir / name)
         if [each["step"] for each in records] != [each["step"] for each in wanted]:
-            return Finding(
-                f"{name} has the steps {[each['step'] for each in records]}", lines["train"]
-            )
+            return f"{name} has the steps {[each['step'] for each in records]}"
         for a, b in zip(records, wanted, strict=True):
             for key in b.keys() - (
                 {"grad_norm"} if dtype == "bfloat16" else set()
@@ -138,10 +150,8 @@ def _difference(
                 if not math.isclose(
                     a[key], b[key], rel_tol=TOLERANCE[dtype], abs_tol=1e-3 * TOLERANCE[dtype]
                 ):
-                    what = (
-                        f"{key} of step {a['step']} is {a[key]}, the reference's {b[key]} ({dtype})"
-                    )
-                    return Finding(what, lines["train"])
+                    values = f"{a[key]}, the reference's {b[key]}"
+                    return f"{key} of step {a['step']} is {values} ({dtype})"
     return None
 
 
