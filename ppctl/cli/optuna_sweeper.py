@@ -91,7 +91,7 @@ class OptunaStudy:
             ) from error
         known = self.study.get_trials(deepcopy=False)
         # a sampler with the same seed would draw the same values again
-        self.study.sampler = optuna.samplers.TPESampler(seed=self.search.seed + len(known))
+        self.study.sampler = optuna.samplers.TPESampler(seed=len(known))
         states = TrialState.COMPLETE, TrialState.RUNNING
         self.before = deque(trial for state in states for trial in known if trial.state == state)
 

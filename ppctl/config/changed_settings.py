@@ -27,7 +27,7 @@ SAME_FUNCTION = (
 )
 # settings outside the model that decide which arrays a checkpoint has
 ADAPTERS = ("optim.train", "optim.lora_rank", "optim.lora_targets")
-_OF_OPTIMIZERS = ("optim", "optim.momentum", "optim.min_factored", "optim.target")
+_OF_OPTIMIZERS = ("optim", "optim.momentum", "optim.target")
 ARRAYS = (*_OF_OPTIMIZERS, "run.dtype", *ADAPTERS)
 
 

@@ -40,7 +40,7 @@ def test_peak_and_memory_equal_the_data_sheets(kind):
     float32, bfloat16, memory, memory_bytes_per_s = SHEETS[kind]
     found = of_device(kind)
     assert found is not None
-    assert found.peak_flops == {"float32": float32, "bfloat16": bfloat16}
+    assert (found.peak_flops["float32"], found.peak_flops["bfloat16"]) == (float32, bfloat16)
     assert found.memory_bytes_per_s == memory_bytes_per_s
     assert found.memory_gib is not None
     # XLA keeps a little of a TPU's, and JAX takes three quarters of a GPU's

@@ -3,7 +3,6 @@
 from typing import get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.selection import full_except
@@ -85,15 +84,6 @@ def test_lamb_steps_as_far_as_a_parameter_is_long():
     params, _, updates = first_update(config.Lamb(**HOW))
     lengths = [np.linalg.norm(at(tree, "layers/up/kernel")) for tree in (params, updates)]
     assert lengths[1] == pytest.approx(LR * lengths[0], rel=1e-5)
-
-
-def test_adafactor_keeps_rows_and_columns_of_moments():
-    optimizer, _ = make_optimizer(config.Adafactor(**HOW, min_factored=4), 5)
-    state = optimizer.init(jax.tree.map(jnp.asarray, drawn(0)))
-    sizes = [a.shape for path, a in jax.tree_util.tree_leaves_with_path(state) if "up" in str(path)]
-    assert (4,) in sizes
-    assert (6,) in sizes
-    assert (4, 6) not in sizes
 
 
 def test_every_class_of_optimizers_has_its_maker():

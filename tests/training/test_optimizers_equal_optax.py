@@ -85,7 +85,6 @@ OPTIMIZERS = {
     ),
 }
 REQUESTS = {  # settings, where the defaults have none or change nothing in models this small
-    config.Adafactor: {"min_factored": 4},
     config.SGD: {"momentum": 0.9},
     config.CustomOptim: {"target": "optax.contrib.adopt", "options": {"b1": 0.8}},
 }

@@ -12,6 +12,7 @@ from support.plans import planned
 
 from ppctl import cli, config
 from ppctl.cli.commands.plan import plan as run_plan
+from ppctl.config.groups.hardware_settings import PER_CORE
 from ppctl.errors import ConfigError
 from ppctl.executors import described_devices as topology
 from ppctl.executors.described_devices import described_mesh, has_plugin, target_config
@@ -75,7 +76,11 @@ def test_a_described_gpu_has_the_numbers_of_its_kind(name):
     # float32 lanes at two operations a clock reach no more than the tensor cores' float32
     assert (
         0.02
-        < 2e9 * cuda.cores * cuda.fp32_per_core * cuda.clock_ghz / hardware.peak_flops["float32"]
+        < 2e9
+        * cuda.cores
+        * PER_CORE[cuda.capability][0]
+        * cuda.clock_ghz
+        / hardware.peak_flops["float32"]
         < 1
     )
     # programs can use three quarters
@@ -165,10 +170,7 @@ def test_without_the_plugin_it_is_named(capsys):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"capability": "9"},
-            "hardware.cuda.capability='9' is not a compute capability, such as 9.0",
-        ),
+        ({"capability": "9"}, "hardware.cuda.capability=9 is not one of 8.0, 8.6"),
         ({"cores": 0}, "hardware.cuda.cores=0"),
         ({"clock_ghz": float("nan")}, "hardware.cuda.clock_ghz=nan"),
     ],

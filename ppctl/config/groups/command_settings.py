@@ -236,7 +236,6 @@ class Search(Settings):
     # minimized: final_loss, eval_loss, step_time_s, memory_bytes;
     # maximized: tokens_per_s, rows_per_s
     metric: Annotated[str, one_of(*SMALLER_IS_BETTER)] = "final_loss"
-    seed: Natural = 0  # seed of Optuna's sampler
 
     KEY = "hydra.sweeper"
 

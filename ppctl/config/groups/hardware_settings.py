@@ -1,6 +1,5 @@
 """Speeds and memory of accelerators, and of their links. The numbers are in `conf/hardware/`."""
 
-import re
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -12,6 +11,7 @@ from ppctl.config.field_checks import (
     above_zero,
     choice,
     domains,
+    one_of,
     settings_from,
 )
 from ppctl.errors import ConfigError
@@ -21,7 +21,7 @@ REACHED = (
     "bytes",  # share of memory_bytes_per_s in element-wise operations; default 1
     "attention_forward",  # share of peak_flops, all pairs of tokens counted; default: as flops
     "attention_backward",  # share of peak_flops, likewise
-    "fp8",  # share of fp8_flops in large matrix products; default: as flops
+    "fp8",  # share of peak_flops.fp8 in large matrix products; default: as flops
     "experts",  # share of peak_flops in grouped products of experts; default: as flops
 )
 
@@ -35,22 +35,27 @@ class Network:
     latency_s: NotNegative  # seconds per message to another host
 
 
-def _capability(key: str, value: object) -> None:
-    if re.fullmatch(r"\d+\.\d", str(value)) is None:
-        raise ConfigError(f"{key}={value!r} is not a compute capability, such as 9.0.")
+# (float32 lanes, bytes of shared memory) of a multiprocessor, by compute capability: CUDA C++
+# Programming Guide
+PER_CORE = {
+    "8.0": (64, 167936),
+    "8.6": (128, 102400),
+    "8.9": (128, 102400),
+    "9.0": (128, 233472),
+    "10.0": (128, 233472),
+    "12.0": (128, 102400),
+}
 
 
 @dataclass(frozen=True)
 class Cuda:
     """Properties of an NVIDIA GPU that XLA's compiler needs for plan.topology."""
 
-    capability: Annotated[str, _capability]  # compute capability, such as "9.0"
+    capability: Annotated[str, one_of(*PER_CORE)]  # compute capability
     cores: Count  # streaming multiprocessors
-    fp32_per_core: Count  # float32 lanes of a multiprocessor
     clock_ghz: Positive
     memory_bytes: Annotated[int, above_zero]  # bytes of memory as CUDA states them
     l2_bytes: Count
-    shared_bytes_per_core: Count  # bytes of shared memory of a multiprocessor
 
 
 @dataclass
@@ -68,7 +73,8 @@ class Hardware(Settings):
 
     name: str
     device_kinds: list[str]  # values of jax.Device.device_kind
-    peak_flops: dict[str, Positive]  # dense FLOP/s by dtype of compute
+    # dense FLOP/s by dtype of compute; fp8: of products of 8-bit floats, if the device has them
+    peak_flops: dict[str, Positive]
     reached: dict[str, Positive]  # shares of the peaks, 0..1, see REACHED
     memory_bytes_per_s: Positive  # bandwidth of the device memory
     link_bytes_per_s: Positive  # bandwidth one way, to a neighbour (NVLink, ICI)
@@ -81,8 +87,6 @@ class Hardware(Settings):
     # properties of NVIDIA GPUs, for their compiler and for tiles of matrix products;
     # example: conf/hardware/h100
     cuda: Any = None
-    # dense FLOP/s in products of 8-bit floats; None: as fast as those of the dtype of compute
-    fp8_flops: Positive | None = None
     power_w: Positive | None = None  # maximum watts of one device, by its maker; None: unknown
 
     KEY = "hardware"

@@ -116,8 +116,6 @@ class Adafactor(Optim):
 
     name: str = "adafactor"
     lr: NotNegative = 1e-2  # peak rate, relative to the root mean square of a parameter
-    decay_rate: Positive = 0.8  # decay of second moments at step k: 1 - k**-decay_rate
-    min_factored: Count = 128  # minimum rows and columns of a matrix whose moments are factored
 
 
 @dataclass
@@ -140,7 +138,6 @@ class Muon(AdamW):
 
     name: str = "muon"
     momentum: Rate = 0.95  # Nesterov momentum
-    num_iterations: Count = 5  # iterations of Newton-Schulz
     # root mean square of a matrix's update over lr, close to AdamW's (Moonlight, 2025); None: scale
     # by sqrt(max(1, columns/rows)) as Jordan does
     update_rms: Positive | None = 0.2

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ppctl.config import AutoHardware, Hardware, Plan
+from ppctl.config import DTYPES, AutoHardware, Hardware, Plan
 from ppctl.errors import ConfigError
 from ppctl.executors.work.planned_step import Machine
 from ppctl.executors.work.roofline import Link, Speed
@@ -94,7 +94,8 @@ class Target:
         hardware = self.hardware
         peak = hardware.peak_flops.get(self.dtype)
         if peak is None:
-            name, dtypes = f"hardware={hardware.name}", "|".join(hardware.peak_flops)
+            name = f"hardware={hardware.name}"
+            dtypes = "|".join(dtype for dtype in hardware.peak_flops if dtype in DTYPES)
             raise ConfigError(
                 f"{name} states no peak for {self.dtype}. Add it by {name} "
                 f"+hardware.peak_flops.{self.dtype}=FLOP/S, or use run.dtype={dtypes}."
@@ -170,6 +171,6 @@ def speed_of(hardware: Hardware, peak_flops_per_s: float) -> Speed:
         peak_flops_per_s * reached["flops"],
         hardware.memory_bytes_per_s * reached.get("bytes", 1.0),
         *(peak_flops_per_s * reached[name] if name in reached else None for name in kernels),
-        fp8=None if hardware.fp8_flops is None else hardware.fp8_flops * of_fp8,
+        fp8=hardware.peak_flops["fp8"] * of_fp8 if "fp8" in hardware.peak_flops else None,
         cores=None if hardware.gpu is None else hardware.gpu.cores,
     )

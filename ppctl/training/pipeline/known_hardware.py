@@ -11,7 +11,7 @@ import yaml
 
 from ppctl.config.config_dirs import ROOT
 from ppctl.config.field_checks import settings_from
-from ppctl.config.groups.hardware_settings import AutoHardware, Hardware
+from ppctl.config.groups.hardware_settings import PER_CORE, AutoHardware, Hardware
 from ppctl.errors import ConfigError
 from ppctl.executors.described_devices import GpuTarget
 
@@ -139,7 +139,10 @@ def gpu_target(hardware: Hardware | None) -> GpuTarget | None:
     if hardware is None or hardware.gpu is None:
         return None
     facts = hardware.name, hardware.device_kinds[0], hardware.memory_bytes_per_s
-    return GpuTarget(*facts, **asdict(hardware.gpu))
+    lanes, shared_bytes = PER_CORE[hardware.gpu.capability]
+    return GpuTarget(
+        *facts, **asdict(hardware.gpu), fp32_per_core=lanes, shared_bytes_per_core=shared_bytes
+    )
 
 
 @dataclass(frozen=True)

@@ -59,10 +59,6 @@ def _lion(of: settings.Lion, rates: optax.Schedule) -> optax.GradientTransformat
     return optax.lion(rates, of.b1, of.b2, weight_decay=of.weight_decay, mask=decays)
 
 
-def _adafactor(of: settings.Adafactor, rates: optax.Schedule) -> optax.GradientTransformation:
-    return optax.adafactor(rates, of.min_factored, of.decay_rate)
-
-
 def _lamb(of: settings.Lamb, rates: optax.Schedule) -> optax.GradientTransformation:
     return optax.lamb(rates, of.b1, of.b2, of.eps, weight_decay=of.weight_decay, mask=decays)
 
@@ -70,7 +66,7 @@ def _lamb(of: settings.Lamb, rates: optax.Schedule) -> optax.GradientTransformat
 def _muon(of: settings.Muon, rates: optax.Schedule) -> optax.GradientTransformation:
     """Return Muon for the matrices of layers, with AdamW for all other parameters."""
     # separate coefficients per iteration let optax scan: on CPUs twice as fast as unrolled
-    sizes: dict[str, Any] = {"ns_coeffs": (NEWTON_SCHULZ,) * of.num_iterations, "beta": of.momentum}
+    sizes: dict[str, Any] = {"ns_coeffs": (NEWTON_SCHULZ,) * 5, "beta": of.momentum}
     sizes |= {"weight_decay": of.weight_decay}
     every = lambda params: jax.tree.map(lambda _: MATRIX, params)  # noqa: E731
     matrices = matrices_by_muon(
@@ -89,7 +85,7 @@ MAKERS: dict[type, Callable[[Any, optax.Schedule], optax.GradientTransformation]
     settings.AdamW: _adamw,
     settings.SGD: lambda of, rates: optax.sgd(rates, of.momentum),
     settings.Lion: _lion,
-    settings.Adafactor: _adafactor,
+    settings.Adafactor: lambda of, rates: optax.adafactor(rates),
     settings.Lamb: _lamb,
     settings.Muon: _muon,
     settings.CustomOptim: lambda of, rates: custom_optimizer(of.target, of.options, rates),

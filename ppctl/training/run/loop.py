@@ -48,6 +48,7 @@ from ppctl.training.run.step_clock import StepClock
 
 Tree = Any
 MOST_TIMES = 1000  # number of newest step times, for their median
+MOST_SKIPPED = 10  # skipped steps in a row after which a run saves and stops
 WARM_UP_STEPS = 2  # first steps of each start, slowed by allocations and caches
 
 
@@ -230,18 +231,18 @@ class Loop:
             raise self._non_finite(finished, what, newest_good=finished - 2)
 
     def _skip(self, finished: int) -> None:
-        """Record a step without an update. SkippedError after run.max_skipped steps in a row."""
+        """Record a step without an update. SkippedError after MOST_SKIPPED steps in a row."""
         run = self.job.config.run
         with writing(Path(run.dir)):
             examples = self.job.data.examples_of(finished - 1)
             self.metrics.log_skipped(self.last, examples)
         self.events.tell("skipped", step=finished, examples=examples)
         self._num_in_row += 1
-        if self._num_in_row >= run.max_skipped:
+        if self._num_in_row >= MOST_SKIPPED:
             raise SkippedError(
                 f"step {finished}: {self._num_in_row} steps in a row have gradients that are not "
-                f"finite (run.max_skipped={run.max_skipped}); {SKIPPED} in {run.dir} lists their "
-                "examples. Try a smaller optim.lr, or look at these examples."
+                f"finite; {SKIPPED} in {run.dir} lists their examples. Try a smaller optim.lr, or "
+                "look at these examples."
             )
 
     def _non_finite(self, finished: int, what: str, *, newest_good: int) -> NonFiniteError:

@@ -54,7 +54,7 @@ def linear_text(model: Transformer, device: Any) -> str:
     if model.linear_dtype is None:
         return ""
     hardware, kind = of_device(device.device_kind), device.device_kind
-    lacks = device.platform == "cpu" or (hardware is not None and hardware.fp8_flops is None)
+    lacks = device.platform == "cpu" or (hardware is not None and "fp8" not in hardware.peak_flops)
     emulated = f" (emulated: {kind} has no 8-bit products)" if lacks else ""
     return f", linear maps in {model.linear_dtype}{emulated}"
 

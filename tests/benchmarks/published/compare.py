@@ -108,8 +108,7 @@ def _compared(row: Row, constants: Constants) -> Compared:
             refused=str(error),
         )
     hardware = request.hardware
-    peak = hardware.fp8_flops if row.is_fp8 else hardware.peak_flops[DTYPE]
-    assert peak is not None, "a row in fp8 on other GPUs has no request"
+    peak = hardware.peak_flops["fp8" if row.is_fp8 else DTYPE]
     published_s, size = row.published_s(peak), memory_gib(request)
     full, causal = (row.step_flops(causal=causal) for causal in (False, True))
     assert full is not None, "a row with a request has a model"

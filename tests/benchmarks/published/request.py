@@ -95,7 +95,7 @@ def requests_of(row: Row) -> list[Request]:
     if model.head_dim is None and model.hidden % model.heads:
         raise ConfigError(f"hidden={model.hidden} is not a multiple of heads={model.heads}")
     hardware, how = hardware_of(row)
-    if row.is_fp8 and hardware.fp8_flops is None:
+    if row.is_fp8 and "fp8" not in hardware.peak_flops:
         raise ConfigError(f"{row.precision}: {hardware.name} has no products of 8-bit floats")
     assumed += how
     dp, fsdp, ep = _replicas(row)
