@@ -24,8 +24,8 @@ from ppctl.executors.device_mesh import all_devices
 from ppctl.model.lora import Lora
 from ppctl.model.stack import Stack
 from ppctl.model.transformer import transformer
-from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.checkpoint.stored_adapters import merged_params, stored_lora
+from ppctl.training.checkpoint.stored_checkpoints import StoredCheckpoints
 from ppctl.training.pipeline.jax_start import set_arithmetic
 from ppctl.training.run.kept_tokenizer import (
     MODEL_CONFIG,
@@ -67,21 +67,27 @@ class LanguageModel:
 
     @cached_property
     def _stored(self) -> tuple[int, Tree]:
-        with Checkpoints(self.directory / "checkpoints", keep=None) as checkpoints:
-            cpu = all_devices("cpu")[0]
-            read = lambda step: (step, merged_params(checkpoints, step, cpu))  # noqa: E731
-            return self.run.read(self.requested, read)
+        checkpoints, cpu = self._checkpoints, all_devices("cpu")[0]
+
+        def read(step: int) -> tuple[int, Tree]:
+            return step, merged_params(checkpoints, step, cpu)
+
+        return self.run.read(self.requested, read)
 
     @cached_property
     def adapters(self) -> tuple[int, Lora, Tree] | None:
         """The step, settings of LoRA, and parameters with adapters; None without adapters."""
+        checkpoints = self._checkpoints
 
         def read(step: int) -> tuple[int, Lora, Tree] | None:
             lora, cpu = stored_lora(checkpoints, step), all_devices("cpu")[0]
             return lora and (step, lora, checkpoints.restore_params(step, cpu))
 
-        with Checkpoints(self.directory / "checkpoints", keep=None) as checkpoints:
-            return self.run.read(self.requested, read)
+        return self.run.read(self.requested, read)
+
+    @property
+    def _checkpoints(self) -> StoredCheckpoints:
+        return StoredCheckpoints(self.directory / "checkpoints")
 
     @cached_property
     def vocab_size(self) -> int:

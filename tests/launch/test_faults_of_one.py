@@ -20,9 +20,9 @@ SETTINGS = (  # each process saves megabytes; the records of steps are far from 
 # How long one waits for another that does not save.
 QUICK = """
 from ppctl import cli
-from ppctl.training.checkpoint import checkpoint
+from ppctl.training.checkpoint import orbax_io
 
-checkpoint.SAVE_TIMEOUT_S = 10
+orbax_io.SAVE_TIMEOUT_S = 10
 """
 PLAIN = QUICK + "cli.console_script()"
 # The process's disk is full while step 4 is saved.
@@ -50,12 +50,12 @@ READ_ONLY = (
     + """
 import errno, os
 from ppctl import cli
-from ppctl.training.checkpoint.checkpoint import Checkpoints
+from ppctl.training.checkpoint import checkpoint
 
-def probe(self):
+def probe(directory):
     raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-Checkpoints._probe = probe
+checkpoint.probe = probe
 cli.console_script()
 """
 )

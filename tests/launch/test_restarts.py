@@ -14,7 +14,7 @@ from ppctl import config as c
 from ppctl.launch import local_processes
 from ppctl.launch.local_processes import launch, newest_checkpoint, with_restarts
 from ppctl.launch.supervisor import Ending
-from ppctl.training.checkpoint.checkpoint import Checkpoints
+from ppctl.training.checkpoint.stored_checkpoints import StoredCheckpoints
 
 
 def restarted(endings, steps, max_restarts):
@@ -81,11 +81,7 @@ def test_the_newest_checkpoint_is_the_runs(tmp_path):
     assert newest_checkpoint(tmp_path) is None
     for name in ("5", "20", "100.orbax-checkpoint-tmp"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert (
-        newest_checkpoint(tmp_path)
-        == Checkpoints(tmp_path / "checkpoints", keep=None).latest()
-        == 20
-    )
+    assert newest_checkpoint(tmp_path) == StoredCheckpoints(tmp_path / "checkpoints").latest() == 20
 
 
 # A stand-in for `ppctl train` in the processes that are started: Python imports sitecustomize at

@@ -6,6 +6,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ppctl.training.checkpoint.checkpoint import Checkpoints
+from ppctl.training.checkpoint.stored_checkpoints import StoredCheckpoints
 
 CONFIG = {"model": {"d_model": 8}, "schedule": {"name": "gpipe"}}
 
@@ -46,7 +47,7 @@ def saved(directory, steps=(1,), keep=3):
     with Checkpoints(directory, keep=keep) as checkpoints:
         for step in steps:
             checkpoints.save(step, state(step), {"config": CONFIG, "step": step})
-    return Checkpoints(directory, keep=None)
+    return StoredCheckpoints(directory)
 
 
 def message(error):

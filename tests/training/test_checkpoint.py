@@ -20,6 +20,7 @@ from support.selection import full
 
 from ppctl.errors import CheckpointError
 from ppctl.training.checkpoint.checkpoint import Checkpoints
+from ppctl.training.checkpoint.stored_checkpoints import StoredCheckpoints
 
 
 def test_state_and_meta_are_restored_as_saved(tmp_path):
@@ -33,8 +34,8 @@ def test_state_and_meta_are_restored_as_saved(tmp_path):
 
 def test_a_fresh_directory_holds_no_checkpoint(tmp_path):
     with Checkpoints(tmp_path / "new", keep=1) as checkpoints:
-        assert checkpoints.steps() == ()
-        assert checkpoints.latest() is None
+        assert checkpoints.stored.steps() == ()
+        assert checkpoints.stored.latest() is None
 
 
 def test_a_relative_directory_is_below_the_working_directory(tmp_path, monkeypatch):
@@ -54,7 +55,7 @@ def test_a_checkpoint_restores_bit_equal_onto_another_mesh(tmp_path, sizes, spec
         checkpoints.save(1, state(sharding=there), {})
         checkpoints.wait()
         here = NamedSharding(mesh(*sizes), PartitionSpec(*spec[:1]))
-        got = checkpoints.restore(1, abstract(state(), here))
+        got = checkpoints.stored.restore(1, abstract(state(), here))
     assert_bit_equal(got, state())
     assert all(leaf.sharding == here for leaf in jax.tree.leaves(got))
 
@@ -64,7 +65,7 @@ def test_retention_keeps_exactly_the_newest(tmp_path):
         for step in (1, 3, 7, 10):
             checkpoints.save(step, state(step), {})
         checkpoints.wait()
-        assert checkpoints.steps() == (7, 10)
+        assert checkpoints.stored.steps() == (7, 10)
     assert saved(tmp_path, steps=(11,), keep=2).steps() == (10, 11)
 
 
@@ -85,7 +86,7 @@ def test_buffers_donated_right_after_save_leave_the_checkpoint_intact(tmp_path):
         checkpoints.save(1, tree, {})
         jax.block_until_ready(erase(tree))
         checkpoints.wait()
-        got = checkpoints.restore(1, abstract(other))
+        got = checkpoints.stored.restore(1, abstract(other))
     for i in range(8):
         np.testing.assert_array_equal(got[f"w{i}"], i + 1)
 
@@ -96,7 +97,7 @@ def test_meta_is_saved_as_of_the_call(tmp_path):
         checkpoints.save(1, state(), meta)
         meta["losses"].append(3)
         checkpoints.wait()
-        assert checkpoints.meta(1) == {"losses": [1.5, None], "nested": {"a": {}}}
+        assert checkpoints.stored.meta(1) == {"losses": [1.5, None], "nested": {"a": {}}}
 
 
 def test_numpy_scalars_and_random_keys_come_back(tmp_path):
@@ -109,7 +110,7 @@ def test_numpy_scalars_and_random_keys_come_back(tmp_path):
             "scalar": jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding),
             "key": abstract(tree["key"]),
         }
-        got = checkpoints.restore(1, want)
+        got = checkpoints.stored.restore(1, want)
     assert got["scalar"] == tree["scalar"]
     assert got["key"] == tree["key"]
 
@@ -118,11 +119,11 @@ def test_saving_the_current_step_again_writes_no_file(tmp_path):
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         checkpoints.save(1, state(), {"first": True})
         checkpoints.save(1, state(), {"first": False})
-        assert checkpoints.meta(1) == {"first": True}
+        assert checkpoints.stored.meta(1) == {"first": True}
     with Checkpoints(tmp_path, keep=2) as resumed:
-        resumed.restore(1, abstract(state()))
+        resumed.stored.restore(1, abstract(state()))
         resumed.save(1, state(), {"first": False})
-        assert resumed.meta(1) == {"first": True}
+        assert resumed.stored.meta(1) == {"first": True}
 
 
 @pytest.mark.parametrize("step", [1, 2])
@@ -142,8 +143,8 @@ def test_a_step_not_newer_than_the_saved_ones_is_refused(tmp_path, step):
 def test_reading_neither_creates_nor_removes_anything(tmp_path):
     unfinished = tmp_path / "2.orbax-checkpoint-tmp"
     unfinished.mkdir()
-    assert Checkpoints(tmp_path, keep=None).steps() == ()
-    assert Checkpoints(tmp_path / "new", keep=None).latest() is None
+    assert StoredCheckpoints(tmp_path).steps() == ()
+    assert StoredCheckpoints(tmp_path / "new").latest() is None
     assert list(tmp_path.iterdir()) == [unfinished]
 
 
@@ -155,11 +156,11 @@ def test_a_checkpoint_half_removed_by_a_kill_does_not_stop_the_run(tmp_path):
         with pytest.raises(
             CheckpointError, match=r"/1 cannot be read: .*Requested checkpointables"
         ):
-            checkpoints.restore(1, abstract(state()))
-        assert_bit_equal(checkpoints.restore(2, abstract(state())), state(2))
+            checkpoints.stored.restore(1, abstract(state()))
+        assert_bit_equal(checkpoints.stored.restore(2, abstract(state())), state(2))
         checkpoints.save(3, state(3), {})
         checkpoints.wait()
-        assert checkpoints.steps() == (2, 3)
+        assert checkpoints.stored.steps() == (2, 3)
 
 
 def test_saving_and_restoring_log_nothing(tmp_path, caplog):
@@ -218,13 +219,13 @@ def check_after_kill(directory, started):
     sharding = NamedSharding(mesh(1), PartitionSpec())
     wanted = {"w": [jax.ShapeDtypeStruct((1 << 20,), jnp.float32, sharding=sharding)] * 4}
     with Checkpoints(directory, keep=1) as checkpoints:
-        last = checkpoints.latest()
+        last = checkpoints.stored.latest()
         assert last is not None
         assert last >= started - 1
-        got = checkpoints.restore(last, wanted)
+        got = checkpoints.stored.restore(last, wanted)
         want = np.random.default_rng(last).random((4, 1 << 20), np.float32)
         for row, leaf in itertools.zip_longest(want, got["w"]):
             np.testing.assert_array_equal(leaf, row)
-        assert checkpoints.meta(last) == {"step": last}
+        assert checkpoints.stored.meta(last) == {"step": last}
         checkpoints.save(last + 1, got, {})
     assert [path.name for path in directory.iterdir()] == [str(last + 1)]

@@ -16,11 +16,12 @@ from support.selection import full_except
 from ppctl.errors import CheckpointError
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.checkpoint.manifest import digest
+from ppctl.training.checkpoint.stored_checkpoints import StoredCheckpoints
 
 
 def test_a_missing_checkpoint_is_named_with_the_existing_ones(tmp_path):
     with pytest.raises(CheckpointError) as error:
-        Checkpoints(tmp_path, keep=None).restore(5, abstract(state()))
+        StoredCheckpoints(tmp_path).restore(5, abstract(state()))
     assert message(error) == (
         f"No checkpoint of step 5 in {tmp_path}: it holds none. Use another run.dir, "
         "or run.resume=auto to take the newest one, if any."
@@ -99,7 +100,7 @@ def test_a_truncated_array_among_many_is_one_error_without_other_output(tmp_path
         )
         os.truncate(biggest, biggest.stat().st_size // 2)
         with pytest.raises(CheckpointError) as error:
-            checkpoints.restore(1, abstract(noise))
+            checkpoints.stored.restore(1, abstract(noise))
     assert message(error).startswith(f"Checkpoint {tmp_path / '1'} cannot be read: ")
     del error
     gc.collect()
@@ -166,7 +167,7 @@ def test_a_save_that_fails_in_the_background_is_raised_later_and_once(
         "; step 1 is the newest finished one. Free or extend the disk, or use another run.dir."
     )
     checkpoints.close()
-    assert checkpoints.steps() == (1,)
+    assert checkpoints.stored.steps() == (1,)
     assert capfd.readouterr() == ("", "")
 
 

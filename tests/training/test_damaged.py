@@ -17,6 +17,7 @@ from ppctl.cli.compose import compose
 from ppctl.errors import CheckpointError, DamagedError
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.checkpoint.manifest import digest
+from ppctl.training.checkpoint.stored_checkpoints import StoredCheckpoints
 from ppctl.training.pipeline.job import assemble
 
 META = {"config": {"model": {"d_model": 8}}, "losses": [1.5, None]}
@@ -79,13 +80,8 @@ def test_damage_anywhere_is_refused_or_has_no_effect(tmp_path, capfd):
     assert kinds <= {path.name for path in files} | {
         path.parent.name for path in files
     }  # Orbax's present format
-    chance, refused, lines, unread, checkpoints = (
-        random.Random(0),
-        [],
-        [],
-        [],
-        Checkpoints(tmp_path, keep=None),
-    )
+    chance, refused, lines, unread = random.Random(0), [], [], []
+    checkpoints = StoredCheckpoints(tmp_path)
     for file in files:
         content = file.read_bytes()
         for name, left in damages(content, chance):
@@ -134,7 +130,7 @@ def test_a_flipped_byte_among_the_numbers_is_refused_with_the_array(tmp_path):
         checkpoints.save(2, state(), META)
     flip(max((tmp_path / "2").rglob("d/*"), key=lambda path: path.stat().st_size))
     with pytest.raises(DamagedError) as error:
-        Checkpoints(tmp_path, keep=None).restore(2, abstract(state()))
+        StoredCheckpoints(tmp_path).restore(2, abstract(state()))
     assert str(error.value) == (
         f"Checkpoint {tmp_path / '2'} cannot be read: large does not have the checksum it was "
         "saved with. Move it away to resume from step 1."
@@ -146,7 +142,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path):
         checkpoints.save(1, state(), META)
     (tmp_path / "1").rename(tmp_path / "7")
     with pytest.raises(DamagedError, match="/7 cannot be read: it was saved as step 1"):
-        Checkpoints(tmp_path, keep=None).meta(7)
+        StoredCheckpoints(tmp_path).meta(7)
 
 
 def test_a_checkpoint_set_aside_is_kept_but_no_longer_listed(tmp_path):
@@ -155,7 +151,10 @@ def test_a_checkpoint_set_aside_is_kept_but_no_longer_listed(tmp_path):
             checkpoints.save(step, state(), META | {"step": step})
         checkpoints.wait()
         assert checkpoints.set_aside(3) == "3.damaged"
-        assert (checkpoints.steps(), checkpoints.aside("damaged")) == ((2,), ("3.damaged",))
+        assert (checkpoints.stored.steps(), checkpoints.stored.aside("damaged")) == (
+            (2,),
+            ("3.damaged",),
+        )
         for step in (3, 4, 5):  # retention counts good ones only, and a step may come again
             checkpoints.save(step, state(), META | {"again": step})
         checkpoints.wait()
@@ -163,11 +162,11 @@ def test_a_checkpoint_set_aside_is_kept_but_no_longer_listed(tmp_path):
         checkpoints.save(5, state(), META)
         checkpoints.wait()
         assert checkpoints.set_aside(5) == "5.damaged.2"
-        assert checkpoints.steps() == (4,)
-        assert checkpoints.meta(4) == META | {"again": 4}
-        assert checkpoints.aside("damaged") == ("3.damaged", "5.damaged", "5.damaged.2")
+        assert checkpoints.stored.steps() == (4,)
+        assert checkpoints.stored.meta(4) == META | {"again": 4}
+        assert checkpoints.stored.aside("damaged") == ("3.damaged", "5.damaged", "5.damaged.2")
     (tmp_path / "3.damaged").rename(tmp_path / "3")
-    assert Checkpoints(tmp_path, keep=None).meta(3) == META | {"step": 3}
+    assert StoredCheckpoints(tmp_path).meta(3) == META | {"step": 3}
 
 
 @pytest.mark.parametrize(
@@ -186,7 +185,7 @@ def test_a_machine_that_cannot_read_now_is_no_damage(tmp_path, monkeypatch, caus
 
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(1, state(), META)
-    checkpoints = Checkpoints(tmp_path, keep=None)
+    checkpoints = StoredCheckpoints(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(ocp, "load_checkpointables", refused)
         with pytest.raises(
@@ -226,7 +225,7 @@ def train(run_dir, capsys):
 def numbers(run_dir):
     """The bytes of the last checkpoint's arrays."""
     job = assemble(compose([*WORDS.split(), f"run.dir={run_dir}"]))
-    restored = Checkpoints(run_dir / "checkpoints", keep=None).restore(6, job.pipe.states.natural)
+    restored = StoredCheckpoints(run_dir / "checkpoints").restore(6, job.pipe.states.natural)
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(restored)]
 
 
@@ -294,9 +293,7 @@ def test_a_checkpoint_is_the_same_state_on_every_layout(trained, layouts):
     found = []
     for layout in layouts:
         job = assemble(compose([*WORDS.split(), f"run.dir={trained}", *layout.split()]))
-        restored = Checkpoints(trained / "checkpoints", keep=None).restore(
-            6, job.pipe.states.natural
-        )
+        restored = StoredCheckpoints(trained / "checkpoints").restore(6, job.pipe.states.natural)
         engine = job.pipe.engine
         found += [digest(restored), digest(engine.to_natural(engine.from_natural(restored)))]
     assert found == found[:1] * 2 * len(layouts)

@@ -10,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from ppctl import cli
 from ppctl.training.checkpoint.checkpoint import Checkpoints
+from ppctl.training.checkpoint.stored_checkpoints import StoredCheckpoints
 
 
 def aside(run_dir):
@@ -39,7 +40,7 @@ def test_a_run_goes_back_once_and_keeps_later_records(train, copy, six_steps):
     assert losses(run_dir)[:3] == losses(six_steps)[:3]  # the same data at step 3
     assert losses(run_dir)[3:] != losses(six_steps)[3:]
     old, new = (
-        Checkpoints(folder, keep=None).meta(step)["config"]["optim"]["lr"]
+        StoredCheckpoints(folder).meta(step)["config"]["optim"]["lr"]
         for folder, step in ((six_steps / "checkpoints", 6), (run_dir / "checkpoints", 6))
     )
     assert (old, new) == (0.002, 1e-4)
@@ -74,10 +75,10 @@ def test_going_back_is_completed_after_a_kill(copy):
     folder = run_dir / "checkpoints"
     (folder / "6").rename(folder / "6.after-2")
     with Checkpoints(folder, keep=3) as found:
-        assert not found.went_back(2)
+        assert not found.stored.went_back(2)
         assert found.go_back(2) == ["4.after-2"]
-        assert found.steps() == (2,)
-        assert found.went_back(2)
+        assert found.stored.steps() == (2,)
+        assert found.stored.went_back(2)
 
 
 def test_a_run_goes_back_to_a_step_again_after_it_went_back_to_another(train, copy):

@@ -16,6 +16,7 @@ from ppctl.reports.foreign_files import check_place
 from ppctl.training.checkpoint import checkpoint
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.checkpoint.manifest import check_names
+from ppctl.training.checkpoint.stored_checkpoints import StoredCheckpoints
 
 STATE = {"params": {"w": jnp.arange(4.0)}}
 REFUSED = ("[x]", "a*b", "a?b", "a\\b", "..\\x", "\udcff", "gs:")
@@ -37,7 +38,7 @@ def test_checkpoints_in_a_directory_of_any_other_name_are_read_again(tmp_path, n
     directory = tmp_path / name / "run"
     with Checkpoints(directory, keep=1) as checkpoints:
         checkpoints.save(1, STATE, {})
-    found = Checkpoints(directory, keep=None).restore(1, abstract(STATE))
+    found = StoredCheckpoints(directory).restore(1, abstract(STATE))
     assert_bit_equal(found, STATE)
 
 
@@ -75,7 +76,7 @@ def test_a_symlink_with_another_name_holds_checkpoints(tmp_path):
     with Checkpoints(tmp_path / "plain" / "run", keep=1) as checkpoints:
         checkpoints.save(1, STATE, {})
     for directory in (tmp_path / "plain" / "run", tmp_path / "my [x] 1" / "run"):
-        found = Checkpoints(directory, keep=None).restore(1, abstract(STATE))
+        found = StoredCheckpoints(directory).restore(1, abstract(STATE))
         assert_bit_equal(found, STATE)
 
 
@@ -109,7 +110,7 @@ def test_parameters_of_any_other_names_are_read_again(tmp_path, tree):
     check_names(state)
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(1, state, {})
-    assert_bit_equal(Checkpoints(tmp_path, keep=None).restore(1, abstract(state)), state)
+    assert_bit_equal(StoredCheckpoints(tmp_path).restore(1, abstract(state)), state)
 
 
 CLASH = """

@@ -19,7 +19,7 @@ from orbax.checkpoint import v1 as ocp
 from support.environment import BY_USER
 from support.selection import full
 
-from ppctl.training.checkpoint.checkpoint import Checkpoints
+from ppctl.training.checkpoint.stored_checkpoints import StoredCheckpoints
 
 NUM_STEPS, EVERY = 240, 40
 WORDS = (
@@ -34,14 +34,14 @@ WORDS = (
 VANISHING = """
 import shutil, sys
 from ppctl import cli
-from ppctl.training.checkpoint.checkpoint import Checkpoints
+from ppctl.training.checkpoint import checkpoint
 
-def probe(self):
-    if self.latest() is not None:
-        shutil.rmtree(self.directory)
-        self.directory.write_text("")
+def probe(directory):
+    if any(each.name.isdecimal() for each in directory.iterdir()):
+        shutil.rmtree(directory)
+        directory.write_text("")
 
-Checkpoints._probe = probe
+checkpoint.probe = probe
 cli.console_script()
 """
 SLOW_TO_SAVE = """
@@ -152,7 +152,7 @@ def arrays(run_dir, step=NUM_STEPS):
 
 
 def latest(run_dir):
-    return Checkpoints(run_dir / "checkpoints", keep=None).latest() or 0
+    return StoredCheckpoints(run_dir / "checkpoints").latest() or 0
 
 
 def going_on_from(step):

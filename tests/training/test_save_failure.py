@@ -12,7 +12,7 @@ import pytest
 from support.selection import full
 
 from ppctl import cli
-from ppctl.training.checkpoint.checkpoint import Checkpoints
+from ppctl.training.checkpoint.stored_checkpoints import StoredCheckpoints
 from ppctl.training.run.metrics import Metrics
 
 WORDS = (  # a state of megabytes; the records of steps are far from 100 kB
@@ -49,7 +49,7 @@ def train(tmp_path, capsys, monkeypatch):
         return (
             code,
             *capsys.readouterr(),
-            Checkpoints(tmp_path / "run" / "checkpoints", keep=None).steps(),
+            StoredCheckpoints(tmp_path / "run" / "checkpoints").steps(),
         )
 
     return train
@@ -139,7 +139,7 @@ def test_a_directory_that_cannot_be_written_for_a_while(train, tmp_path, on_fail
         assert code == 2
         assert err.startswith(f"ppctl: {said}")
         assert "Training stopped after step 4;" in err
-        assert Checkpoints(directory, keep=None).steps() == (2,)
+        assert StoredCheckpoints(directory).steps() == (2,)
 
 
 def test_settings_are_checked(capsys):
@@ -159,7 +159,7 @@ TWO = textwrap.dedent(
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, index, shutdown_timeout_seconds=5)
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
-    from ppctl.training.checkpoint import checkpoint
+    from ppctl.training.checkpoint import orbax_io
     from ppctl.training.checkpoint.checkpoint import Checkpoints
     from ppctl.launch.join_processes import gather
     from ppctl.errors import DamagedError, SaveError
@@ -184,14 +184,14 @@ TWO = textwrap.dedent(
             return str(found)
         raise SystemExit("nothing failed")
 
-    checkpoint.SAVE_TIMEOUT_S = 4
+    orbax_io.SAVE_TIMEOUT_S = 4
     like = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding)
     wanted = jax.tree.map(like, state(0))
     checkpoints = Checkpoints(directory, keep=5, gather=gather)
     for step in (1, 2):
         checkpoints.save(step, state(step), {"step": step})
     checkpoints.wait()
-    assert same(checkpoints.restore(2, wanted), 2)
+    assert same(checkpoints.stored.restore(2, wanted), 2)
 
     # only one process reads the damaged file; both refuse the checkpoint
     for damage in ("flip", "cut"):
@@ -202,12 +202,12 @@ TWO = textwrap.dedent(
             content[len(content) // 2] ^= 128
             file.write_bytes(content if damage == "flip" else content[: len(content) // 2])
         gather("")
-        error = failed(DamagedError, lambda: checkpoints.restore(2, wanted))
+        error = failed(DamagedError, lambda: checkpoints.stored.restore(2, wanted))
         print(damage, error, file=said, flush=True)
     assert checkpoints.set_aside(2).startswith("2.damaged")
     gather("")
-    assert checkpoints.steps() == (1,)
-    assert same(checkpoints.restore(1, wanted), 1)
+    assert checkpoints.stored.steps() == (1,)
+    assert same(checkpoints.stored.restore(1, wanted), 1)
 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     def full(process):
@@ -219,11 +219,11 @@ TWO = textwrap.dedent(
     for process in (1, 0):  # the other waits for it as long as SAVE_TIMEOUT_S
         print("full", failed(SaveError, lambda: full(process)), file=said, flush=True)
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert checkpoints.steps() == (1,)
+        assert checkpoints.stored.steps() == (1,)
     checkpoints.save(4, state(4), {})
     checkpoints.close()
-    assert checkpoints.steps() == (1, 4)
-    assert same(Checkpoints(directory, keep=None, gather=gather).restore(4, wanted), 4)
+    assert checkpoints.stored.steps() == (1, 4)
+    assert same(StoredCheckpoints(directory, gather=gather).restore(4, wanted), 4)
     print("done", file=said, flush=True)
     os._exit(0)
     """

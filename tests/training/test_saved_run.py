@@ -35,6 +35,7 @@ from ppctl.config.changed_settings import model_and_data
 from ppctl.config.groups.data_settings import Part
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.checkpoint.orbax_io import silence_orbax
+from ppctl.training.checkpoint.stored_checkpoints import StoredCheckpoints
 from ppctl.training.pipeline.job import assemble
 from ppctl.training.run.loop import metadata
 
@@ -259,7 +260,7 @@ def saving(saved, tmp_path, monkeypatch):
     """A run that replaces its only checkpoint, of step 3, by that of step 5 at the next reading."""
     path = shutil.copytree(saved[0], tmp_path / "run")
     (path / "checkpoints/5").rename(tmp_path / "5")
-    load = Checkpoints._load
+    load = StoredCheckpoints._load
 
     def loading(self, step, items):
         if (path / "checkpoints/3").is_dir() and "state" in items:
@@ -270,8 +271,8 @@ def saving(saved, tmp_path, monkeypatch):
     def path_of(self, step):  # known before the run replaces it
         return self.directory / str(step)
 
-    monkeypatch.setattr(Checkpoints, "_load", loading)
-    monkeypatch.setattr(Checkpoints, "_path", path_of)
+    monkeypatch.setattr(StoredCheckpoints, "_load", loading)
+    monkeypatch.setattr(StoredCheckpoints, "_path", path_of)
     return path
 
 

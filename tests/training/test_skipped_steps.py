@@ -8,7 +8,7 @@ import pytest
 from support.selection import full
 from support.small_runs import checkpoints, records
 
-from ppctl.training.checkpoint.checkpoint import Checkpoints
+from ppctl.training.checkpoint.stored_checkpoints import StoredCheckpoints
 from ppctl.training.run import loop
 
 BAD = 17  # the example that makes its step's gradients not finite
@@ -40,8 +40,8 @@ def skipping(train, tmp_path, monkeypatch):
 
 
 def params(run_dir, step):
-    with Checkpoints(run_dir / "checkpoints", keep=None) as found:
-        return jax.device_get(found.restore_params(step, jax.devices("cpu")[0]))
+    found = StoredCheckpoints(run_dir / "checkpoints")
+    return jax.device_get(found.restore_params(step, jax.devices("cpu")[0]))
 
 
 def difference(a, b):

@@ -25,21 +25,23 @@ PASSING = re.compile(
 )
 
 
-def contexts(timeout_s: int) -> tuple[ocp.Context, ocp.Context]:
-    """Return Orbax's contexts for writing and for reading, with `meta` as a JSON file.
+SAVE_TIMEOUT_S = 300  # seconds, enough for terabytes; others wait this long for a failed process
 
-    Each process reads separately: in a joint read, a process that finds a damaged file would leave
-    the others waiting.
+
+def context(*, alone: bool) -> ocp.Context:
+    """Return an Orbax context with `meta` as a JSON file.
+
+    alone: Whether each process acts separately, as for reading: in a joint read, a process that
+    finds a damaged file would leave the others waiting.
     """
-    registry = ocp.handlers.local_registry()
+    made, registry = ocp.Context(), ocp.handlers.local_registry()
     registry.add(ocp.handlers.JsonHandler, checkpointable_name="meta")
-    writing, reading = ocp.Context(), ocp.Context()
-    writing.checkpointables.registry = reading.checkpointables.registry = registry
-    writing.asynchronous.timeout_secs = timeout_s
-    if jax.process_count() > 1:
-        reading.multiprocessing.primary_host = jax.process_index()
-        reading.multiprocessing.active_processes = {jax.process_index()}
-    return writing, reading
+    made.checkpointables.registry = registry
+    made.asynchronous.timeout_secs = SAVE_TIMEOUT_S
+    if alone and jax.process_count() > 1:
+        made.multiprocessing.primary_host = jax.process_index()
+        made.multiprocessing.active_processes = {jax.process_index()}
+    return made
 
 
 def wait_for_exchanges() -> None:

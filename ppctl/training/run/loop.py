@@ -249,7 +249,7 @@ class Loop:
         """Return the error of step `finished`; it names the newest good checkpoint."""
         with suppress(SaveError):
             self.checkpoints.wait()
-        steps, optim = self.checkpoints.steps(), self.job.config.optim
+        steps, optim = self.checkpoints.stored.steps(), self.job.config.optim
         good = [step for step in steps if step <= newest_good]
         kept = f"the checkpoint of step {good[-1]} is good" if good else "no checkpoint is good"
         lost = ", ".join(str(step) for step in steps if step > newest_good)

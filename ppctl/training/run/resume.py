@@ -16,9 +16,10 @@ from ppctl.config.code_digests import changed_modules
 from ppctl.errors import CheckpointError, DamagedError
 from ppctl.model.lora import with_base, without_adapters
 from ppctl.model.stack import init
-from ppctl.training.checkpoint.checkpoint import Checkpoints, aside_name, read_newest
+from ppctl.training.checkpoint.checkpoint import Checkpoints, aside_name
 from ppctl.training.checkpoint.manifest import array_types, differences
 from ppctl.training.checkpoint.stored_adapters import stored_lora
+from ppctl.training.checkpoint.stored_checkpoints import StoredCheckpoints, read_newest
 from ppctl.training.pipeline.built_in_models import lora_of
 from ppctl.training.pipeline.engines.train_states import shardings_of
 from ppctl.training.pipeline.job import TrainingJob
@@ -50,14 +51,14 @@ def resume(job: TrainingJob, checkpoints: Checkpoints, say: Callable[[str], None
         _go_back(back, checkpoints, say)
     while True:
         try:
-            step, changed = _newest(job, checkpoints)
+            step, changed = _newest(job, checkpoints.stored)
             fingerprint = job.data.fingerprint
             compare({"the data's fingerprint": fingerprint, "the step to go on from": step})
-            state = checkpoints.restore(step, job.pipe.states.natural) if step else None
+            state = checkpoints.stored.restore(step, job.pipe.states.natural) if step else None
             return Resumed(step, state, changed)
         except DamagedError as error:
             name = checkpoints.set_aside(error.step)
-            older = checkpoints.latest()
+            older = checkpoints.stored.latest()
             then = "no checkpoint is older" if older is None else f"trying step {older}"
             say(f"{error.what}. It is now {name}; {then}")
 
@@ -67,7 +68,8 @@ def _go_back(step: int, checkpoints: Checkpoints, say: Callable[[str], None]) ->
 
     Prints a line. CheckpointError if there is no checkpoint of this step.
     """
-    steps, where, is_done = checkpoints.steps(), checkpoints.directory, checkpoints.went_back(step)
+    stored, where = checkpoints.stored, checkpoints.directory
+    steps, is_done = stored.steps(), stored.went_back(step)
     if step not in steps and not (is_done and steps):
         held = f"it holds {', '.join(map(str, steps))}" if steps else "it holds none"
         raise CheckpointError(
@@ -89,7 +91,7 @@ def _go_back(step: int, checkpoints: Checkpoints, say: Callable[[str], None]) ->
         say(f"going back to step {step}; later checkpoints are kept as {', '.join(names)}")
 
 
-def _newest(job: TrainingJob, checkpoints: Checkpoints) -> tuple[int, list[Change]]:
+def _newest(job: TrainingJob, checkpoints: StoredCheckpoints) -> tuple[int, list[Change]]:
     """Return the step to go on from (0: a new run) and the changes since its checkpoint."""
     step, run = checkpoints.latest(), job.config.run
     where = f"in {checkpoints.directory}"
@@ -154,7 +156,11 @@ def _code_changes(job: TrainingJob, meta: Mapping[str, Any]) -> Iterator[Change]
 
 
 def _check(
-    job: TrainingJob, checkpoints: Checkpoints, step: int, changed: Sequence[Change], which: str
+    job: TrainingJob,
+    checkpoints: StoredCheckpoints,
+    step: int,
+    changed: Sequence[Change],
+    which: str,
 ) -> None:
     """Raise CheckpointError, naming changed settings, if a run cannot go on from this step."""
     config, of_data = job.config, checkpoints.meta(step)["data"]
@@ -201,6 +207,7 @@ def state_from(job: TrainingJob) -> Tree | None:
     if directory is None:
         return None
     natural, stack = job.pipe.states.natural, job.pipe.stack
+    checkpoints = StoredCheckpoints(Path(directory) / "checkpoints")
 
     def newest() -> int:
         step = checkpoints.latest()
@@ -230,8 +237,7 @@ def state_from(job: TrainingJob) -> Tree | None:
             raise CheckpointError(f"run.start_from={directory} has {fault}")
         return checkpoints.restore_params(step, wanted), is_base
 
-    with Checkpoints(Path(directory) / "checkpoints", keep=None) as checkpoints:
-        params, is_base = read_newest(newest, read)
+    params, is_base = read_newest(newest, read)
 
     # 2. a new state with these parameters
     def fresh(params: Tree) -> Tree:

@@ -25,9 +25,9 @@ from ppctl.reports import run_status
 from ppctl.reports.foreign_files import read_settings
 from ppctl.reports.recorded_settings import with_paths
 from ppctl.reports.run_files import read_lines
-from ppctl.training.checkpoint.checkpoint import Checkpoints, T, read_newest
 from ppctl.training.checkpoint.manifest import array_types, differences
 from ppctl.training.checkpoint.stored_adapters import merged_params
+from ppctl.training.checkpoint.stored_checkpoints import StoredCheckpoints, T, read_newest
 from ppctl.training.pipeline.built_in_models import lora_of, make_stack
 from ppctl.training.pipeline.call_checks import arrays_of, check_by_model
 from ppctl.training.pipeline.job import DEFAULT_DTYPE, open_data
@@ -69,7 +69,7 @@ class SavedRun:
     @property
     def steps(self) -> tuple[int, ...]:
         """The steps of the finished checkpoints, ascending."""
-        return self._checkpoints().steps()
+        return self._checkpoints.steps()
 
     def step(self, step: int | None) -> int:
         """Return `step`, or the newest checkpoint's for None. CheckpointError if it is missing."""
@@ -143,9 +143,10 @@ class SavedRun:
 
     # parts of a run, read on first use
 
-    def _checkpoints(self) -> Checkpoints:
+    @cached_property
+    def _checkpoints(self) -> StoredCheckpoints:
         all_devices()  # raises the reason if JAX cannot start
-        return Checkpoints(self.directory / "checkpoints", keep=None)
+        return StoredCheckpoints(self.directory / "checkpoints")
 
     @cached_property
     def config(self) -> Config:
@@ -174,8 +175,7 @@ class SavedRun:
     @cached_property
     def dtype(self) -> str:
         """The compute dtype recorded with the newest checkpoint; float32 for imported models."""
-        with self._checkpoints() as checkpoints:
-            meta = checkpoints.meta(self.step(None))
+        meta = self._checkpoints.meta(self.step(None))
         return meta["config"]["run"]["dtype"] or DEFAULT_DTYPE
 
     @cached_property
@@ -199,8 +199,7 @@ class SavedRun:
 
     def _natural(self, step: int) -> Tree:
         _ = self._dtype  # raises for float64 if JAX has 32 bits
-        with self._checkpoints() as checkpoints:
-            return merged_params(checkpoints, step, all_devices()[0])
+        return merged_params(self._checkpoints, step, all_devices()[0])
 
     @cached_property
     def _trained(self) -> Callable[[int], tuple[Stack, Tree]]:
@@ -230,8 +229,7 @@ class SavedRun:
         """The model, built for the data of the newest checkpoint. Warns if its code changed."""
         config = self.config
         model = config.model
-        with self._checkpoints() as checkpoints:
-            meta = self.read(None, checkpoints.meta)
+        meta = self.read(None, self._checkpoints.meta)
         data = described(meta["data"])
         if isinstance(model, settings.Transformer):  # this device may lack the run's kernels
             model = replace(model, attention="auto", moe=replace(model.moe, kernel="auto"))

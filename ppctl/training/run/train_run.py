@@ -155,10 +155,13 @@ def _note_tokenizer(job: TrainingJob, start: int, say: Say) -> None:
 
 def _checkpoints(run: Run, events: Events) -> Checkpoints:
     """Open the checkpoints of a run; each finished save is an event."""
-    how = {"keep": run.checkpoint.keep, "keep_every": run.checkpoint.keep_every}
-    saved = lambda step: events.tell("saved", step=step)  # noqa: E731
-    folder = Path(run.dir) / "checkpoints"
-    return Checkpoints(folder, **how, gather=distributed.gather, saved=saved)
+    return Checkpoints(
+        Path(run.dir) / "checkpoints",
+        keep=run.checkpoint.keep,
+        keep_every=run.checkpoint.keep_every,
+        gather=distributed.gather,
+        saved=lambda step: events.tell("saved", step=step),
+    )
 
 
 def _record_end(
