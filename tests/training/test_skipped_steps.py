@@ -9,7 +9,7 @@ from support.selection import full
 from support.small_runs import checkpoints, records
 
 from ppctl.training.checkpoint.stored_checkpoints import StoredCheckpoints
-from ppctl.training.run import loop
+from ppctl.training.run import step_records
 
 BAD = 17  # the example that makes its step's gradients not finite
 WORDS = (
@@ -109,7 +109,7 @@ ALL_BAD = "+data.options.bad=[" + ",".join(map(str, range(64))) + "]"
     "at", ["run.checkpoint.every=null", "run.num_steps=2", full(("run.checkpoint.every=2",))]
 )
 def test_too_many_in_a_row_save_and_stop(skipping, tmp_path, tells, at, monkeypatch):
-    monkeypatch.setattr(loop, "MOST_SKIPPED", 2)
+    monkeypatch.setattr(step_records, "MOST_SKIPPED", 2)
     run_dir, words = tmp_path / "run", ("mesh=1x2", "schedule=1f1b", "optim.warmup_steps=1")
     words += ALL_BAD, f"run.on_event={tells}"
     code, _, err = skipping(*words, "run.checkpoint.every=null", at)
@@ -127,7 +127,7 @@ def test_too_many_in_a_row_save_and_stop(skipping, tmp_path, tells, at, monkeypa
     assert [each["event"] for each in found[-2:]] == ["non_finite", "failed"]
     assert all(np.isfinite(a).all() for a in jax.tree.leaves(params(run_dir, saved)))
     # after a resume the rate is still that of the first update
-    monkeypatch.setattr(loop, "MOST_SKIPPED", 9)
+    monkeypatch.setattr(step_records, "MOST_SKIPPED", 9)
     assert skipping(*words, "run.num_steps=4")[0] == 0
     rates = [line["lr"] for line in records(run_dir)]
     assert len(rates) == 4

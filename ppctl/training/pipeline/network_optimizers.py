@@ -8,7 +8,6 @@ tree: each rank unpacks its layers, updates them and packs the results.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -20,8 +19,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from ppctl.executors.parameter_layout import Layout, gather_shards, own_shards
-from ppctl.executors.stage.layer_programs import FlatPacking
-from ppctl.executors.stage.traced_network import MULTIPLE, TracedNetwork
+from ppctl.executors.stage.traced_network import TracedNetwork
 from ppctl.model.layer_reports import Updates
 from ppctl.training.pipeline.layer_optimizers import (
     LayerOptimizer,
@@ -31,11 +29,8 @@ from ppctl.training.pipeline.layer_optimizers import (
     skips,
     zeros_of,
 )
-from ppctl.training.pipeline.update_formulas import Place, places_in, update_formulas
-
-Tree = Any
-Shape = jax.ShapeDtypeStruct
-Leaves = dict[int, Any]  # number -> parameter, or leaf of optax's state
+from ppctl.training.pipeline.network_state import Leaves, NetworkState, Tree
+from ppctl.training.pipeline.update_formulas import update_formulas
 
 
 def network_optimizer(
@@ -43,7 +38,7 @@ def network_optimizer(
 ) -> NetworkOptimizer | LayerOptimizer:
     """Return the optimizer of a network's trained parameters; params: shapes in natural order."""
     by_name = NetworkOptimizer(optimizer, network, layout)
-    formulas = update_formulas(optimizer, by_name.shapes)
+    formulas = update_formulas(optimizer, by_name.form.shapes)
     if not all(formula.is_elementwise for formula in formulas):
         return by_name
     try:
@@ -56,18 +51,13 @@ def network_optimizer(
     arrays = network.embed_head_leaves(numbers["embed_head"])
     for l in range(network.num_layers):
         arrays |= network.vectors_of(l, numbers["layers"])
-    pairs = ((formulas[n], stored[arrays[i]]) for n, i in enumerate(by_name.trained))
+    pairs = ((formulas[n], stored[arrays[i]]) for n, i in enumerate(by_name.form.trained))
     return on_packed if all(a == b for a, b in pairs) else by_name
 
 
 @dataclass(frozen=True)
 class NetworkOptimizer:
-    """An optimizer of a network, with the methods of `LayerOptimizer`.
-
-    The state is {"shared": {slot: number}, "embed_head": {parameter: {group: {slot: array}}},
-    "layers": arrays [..., n], one per dtype: the packed leaves of optax's state of each layer}. A
-    slot is the name of a leaf of optax's state without its parameter, such as "0/mu".
-    """
+    """An optimizer of a network, with the methods of `LayerOptimizer`. form: its state."""
 
     optimizer: optax.GradientTransformation
     network: TracedNetwork = field(compare=False)
@@ -76,121 +66,29 @@ class NetworkOptimizer:
     updates: Updates = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_optimizer(self.optimizer, self.shapes, update_formulas)
-
-    # the author's tree
-
-    @property
-    def trained(self) -> list[int]:
-        """The numbers of the trained parameters."""
-        return [i for i, flag in enumerate(self.network.is_trained) if flag]
+        check_optimizer(self.optimizer, self.form.shapes, update_formulas)
 
     @cached_property
-    def shapes(self) -> Tree:
-        """The shapes of the author's trained parameters, None for frozen ones."""
-        net = self.network
-        return self._tree({i: Shape(net.shapes[i], net.dtype) for i in self.trained})
-
-    @cached_property
-    def state(self) -> Tree:
-        """The shapes of optax's state for the author's tree."""
-        return jax.eval_shape(self.optimizer.init, self.shapes)
-
-    @cached_property
-    def places(self) -> list[Place]:
-        """The place of each leaf of optax's state.
-
-        `owner` is the index of the leaf's parameter among all parameters, frozen ones included.
-        """
-        places = places_in(self.state, self.shapes)
-        return [p if p.owner is None else p._replace(owner=self.trained[p.owner]) for p in places]
+    def form(self) -> NetworkState:
+        return NetworkState(self.optimizer, self.network)
 
     @property
     def guards_finite(self) -> bool:
-        return has_rule(self.optimizer, self.shapes)
+        return has_rule(self.optimizer, self.form.shapes)
 
     @property
     def skips_nonfinite(self) -> bool:
-        return skips(self.optimizer, self.shapes)
-
-    def _tree(self, leaves: Leaves) -> Tree:
-        number = len(self.network.shapes)
-        return jax.tree.unflatten(self.network.treedef, [leaves.get(i) for i in range(number)])
-
-    def _params(self, tree: Tree, indices: Mapping[int, tuple]) -> Leaves:
-        """Return the parameters of embedding, head and layers; indices: layer -> array index."""
-        leaves = self.network.embed_head_leaves(tree["embed_head"])
-        for l, index in indices.items():
-            leaves |= self.network.leaves_of(l, _at(tree["layers"], index))
-        return leaves
-
-    # the stored form
-
-    @cached_property
-    def _members(self) -> dict[int | None, dict[int, Shape]]:
-        """The leaves of optax's state by layer; key None: those of embedding and head."""
-        members: dict[int | None, dict[int, Shape]] = {None: {}}
-        members |= {l: {} for l in range(self.network.num_layers)}
-        for j, (place, a) in enumerate(zip(self.places, jax.tree.leaves(self.state), strict=True)):
-            if place.owner is not None:
-                members[self.network.places[place.owner]][j] = a
-        return members
-
-    @cached_property
-    def _packing(self) -> FlatPacking:
-        """The packing of a layer's state, padded to lengths that can be sharded."""
-        layers = range(self.network.num_layers)
-        longest = FlatPacking([[*self._members[l].values()] for l in layers]).shapes
-        length = lambda a: -(-a.size // MULTIPLE) * MULTIPLE  # noqa: E731
-        return FlatPacking([[Shape((length(a),), a.dtype) for a in longest]])
-
-    def _pack(self, l: int, state: Leaves) -> list[jax.Array]:
-        leaves = (state[j].astype(a.dtype) for j, a in self._members[l].items())
-        return self._packing.pack([*leaves])
-
-    def _unpacked(self, stored: Tree, indices: Mapping[int, tuple]) -> Leaves:
-        """Return leaves of optax's state: the shared ones, and those of embedding, head and layers.
-
-        indices: the layers to unpack, as in `_params`.
-        """
-        state = {}
-        for j, place in enumerate(self.places):
-            if place.owner is None:
-                state[j] = stored["shared"][place.slot]
-            elif j in self._members[None]:
-                name, group = self._name(place.owner)
-                state[j] = stored["embed_head"].get(name, {}).get(group, {}).get(place.slot)
-        for l, index in indices.items():
-            packed, members = _at(stored["layers"], index), self._members[l]
-            state |= zip(members, self._packing.unpack(packed, [*members.values()]), strict=True)
-        return {j: leaf for j, leaf in state.items() if leaf is not None}
-
-    def _name(self, i: int) -> tuple[str, str]:
-        """Return the two keys of an embedding or head parameter in the stored tree."""
-        return self.network.names[i], self.network.group(i)
-
-    def _stored(self, state: Leaves, layers: Tree) -> Tree:
-        """Return the stored state, None for missing leaves of embedding and head."""
-        embed_head: Tree = {}
-        for j in self._members[None]:
-            owner, slot = self.places[j].owner, self.places[j].slot
-            assert owner is not None, "a leaf of a parameter"
-            name, group = self._name(owner)
-            embed_head.setdefault(name, {group: {}})[group][slot] = state.get(j)
-        return {"shared": self._shared(state), "embed_head": embed_head, "layers": layers}
-
-    def _shared(self, state: Leaves) -> dict[str, jax.Array]:
-        return {p.slot: state[j] for j, p in enumerate(self.places) if p.owner is None}
+        return skips(self.optimizer, self.form.shapes)
 
     # init and update
 
     def init(self, params: Tree) -> Tree:
         """Return the initial state, in natural order."""
         layers = range(self.network.num_layers)
-        leaves = self._params(params, {l: (l,) for l in layers})
-        state = dict(enumerate(jax.tree.leaves(self.optimizer.init(self._tree(leaves)))))
-        packed = [self._pack(l, state) for l in layers]
-        return self._stored(state, jax.tree.map(lambda *a: jnp.stack(a), *packed))
+        leaves = self.form.params(params, {l: (l,) for l in layers})
+        state = dict(enumerate(jax.tree.leaves(self.optimizer.init(self.form.tree(leaves)))))
+        packed = [self.form.pack(l, state) for l in layers]
+        return self.form.stored(state, jax.tree.map(lambda *a: jnp.stack(a), *packed))
 
     def update(
         self,
@@ -206,17 +104,17 @@ class NetworkOptimizer:
         # 1. embedding and head; for one rank (mpmd) also its layers
         numbers = np.full((1, 1, 1), -1) if layer_in_slot is None else layer_in_slot
         updates, found = self._updated(numbers, grads, state, params, norm)
-        shared, layers = self._shared(found), (grads["layers"], state["layers"])
+        shared, layers = self.form.shared(found), (grads["layers"], state["layers"])
         # 2. the layers
         if layer_in_slot is not None:
             layers = self._packed(numbers, updates, found)
         elif jax.tree.leaves(grads["layers"]):
             *layers, shared = self._of_ranks(grads, state, params, norm)
         # 3. the stored form
-        places = (self._name(self.network.names.index(name)) for name in grads["embed_head"])
+        places = (self.form.name(self.network.names.index(name)) for name in grads["embed_head"])
         named = {self.network.names[i]: leaf for i, leaf in updates.items()}
         outer = {name: {group: named.get(name)} for name, group in places}
-        state = self._stored(found, layers[1]) | {"shared": shared}
+        state = self.form.stored(found, layers[1]) | {"shared": shared}
         return {"embed_head": outer, "layers": layers[0]}, state
 
     def _of_ranks(self, grads: Tree, state: Tree, params: Tree, norm: jax.Array) -> tuple:
@@ -237,7 +135,7 @@ class NetworkOptimizer:
             trees["state"] |= {"shared": shared}
             numbers = slots[:, rank : rank + 1]
             updates, found = self._updated(numbers, **trees, norm=norm)
-            return *self._packed(numbers, updates, found), self._shared(found)
+            return *self._packed(numbers, updates, found), self.form.shared(found)
 
         # 3. each device runs the update of its rank
         def local(given: Tree, shared: Tree, norm: jax.Array) -> tuple:
@@ -264,15 +162,15 @@ class NetworkOptimizer:
         each slot, -1 for padding.
         """
         indices = {int(l): index for index, l in np.ndenumerate(numbers) if l >= 0}
-        g, p = self._params(grads, indices), self._params(params, indices)
-        s = self._unpacked(state, indices)
-        is_none = lambda a: a is None  # noqa: E731
-        zeros = dict(enumerate(jax.tree.leaves(zeros_of(self.shapes), is_leaf=is_none)))
-        leaves, treedef = jax.tree.flatten(zeros_of(self.state))
+        g, p = self.form.params(grads, indices), self.form.params(params, indices)
+        s = self.form.unpacked(state, indices)
+        zeros = dict(enumerate(jax.tree.leaves(zeros_of(self.form.shapes), is_leaf=_is_none)))
+        leaves, treedef = jax.tree.flatten(zeros_of(self.form.state))
         given = jax.tree.unflatten(treedef, [s.get(j, zero) for j, zero in enumerate(leaves)])
         update = optax.with_extra_args_support(self.optimizer).update
-        updates, after = update(self._tree(zeros | g), given, self._tree(zeros | p), norm=norm)
-        of_all, next_state = jax.tree.leaves(updates, is_leaf=is_none), jax.tree.leaves(after)
+        tree = self.form.tree
+        updates, after = update(tree(zeros | g), given, tree(zeros | p), norm=norm)
+        of_all, next_state = jax.tree.leaves(updates, is_leaf=_is_none), jax.tree.leaves(after)
         return {i: of_all[i] for i in g}, {j: next_state[j] for j in s}
 
     def _packed(self, numbers: np.ndarray, updates: Leaves, state: Leaves) -> tuple[Tree, Tree]:
@@ -281,16 +179,14 @@ class NetworkOptimizer:
         numbers: the layer in each slot [V, 1, K], -1 for padding.
         """
         layers = {
-            int(l): (self.network.packed_layer(int(l), updates), self._pack(int(l), state))
+            int(l): (self.network.packed_layer(int(l), updates), self.form.pack(int(l), state))
             for l in numbers.ravel()
             if l >= 0
         }
         padding = jax.tree.map(jnp.zeros_like, next(iter(layers.values())))
         in_order = [layers.get(int(l), padding) for l in numbers.ravel()]
-        stack = lambda *a: jnp.stack(a).reshape(*numbers.shape, *a[0].shape)  # noqa: E731
-        return jax.tree.map(stack, *in_order)
+        return jax.tree.map(lambda *a: jnp.stack(a).reshape(*numbers.shape, *a[0].shape), *in_order)
 
 
-def _at(tree: Tree, index: tuple) -> Tree:
-    """Return one layer of stacked layers."""
-    return jax.tree.map(lambda a: a[index], tree)
+def _is_none(leaf: Any) -> bool:
+    return leaf is None

@@ -1,54 +1,40 @@
 """The training loop: steps, evaluations, checkpoints and their records."""
 
-import math
 import signal
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
-from ppctl.config import Transformer
 from ppctl.data.dataset import description
 from ppctl.errors import (
     AgreedError,
     ConfigError,
     DataError,
     ElsewhereError,
-    NonFiniteError,
     PpctlError,
     SaveError,
     SkippedError,
 )
 from ppctl.launch import join_processes as distributed
-from ppctl.model.cross_entropy import perplexity
-from ppctl.model.experts.expert_balance import balance
-from ppctl.model.layer_reports import COUNTS
 from ppctl.reports import measured_timeline_file as timeline_io
 from ppctl.reports.bubble_names import shared_cores_text
 from ppctl.schedule.simulator import Timeline
 from ppctl.training.checkpoint.checkpoint import Checkpoints
-from ppctl.training.pipeline.engines.step_memory import Footprint
-from ppctl.training.pipeline.job import TrainingJob, evaluate, unit_of_work
-from ppctl.training.pipeline.mfu import ModelFlops, mfu, mfu_peak_flops, model_flops
+from ppctl.training.pipeline.job import TrainingJob, evaluate
 from ppctl.training.run import profiler
-from ppctl.training.run.events import Events
 from ppctl.training.run.heartbeat import Heartbeat
-from ppctl.training.run.metrics import SKIPPED, Metrics
 from ppctl.training.run.process_group import raise_together
 from ppctl.training.run.profile_window import ProfileWindow
 from ppctl.training.run.run_environment import checkpoint_metadata, num_cores, writing
-from ppctl.training.run.run_lines import StepPrediction
 from ppctl.training.run.step_clock import StepClock
+from ppctl.training.run.step_records import StepRecords
 
 Tree = Any
-MOST_TIMES = 1000  # number of newest step times, for their median
-MOST_SKIPPED = 10  # skipped steps in a row after which a run saves and stops
 WARM_UP_STEPS = 2  # first steps of each start, slowed by allocations and caches
 
 
@@ -89,18 +75,10 @@ class Loop:
     """The training loop. It reads a step's numbers one step later, so devices never wait for it."""
 
     job: TrainingJob
-    footprint: Footprint  # memory and text of the compiled step
-    compile_time_s: float
+    records: StepRecords
     checkpoints: Checkpoints
-    metrics: Metrics
     heartbeat: Heartbeat
-    prediction: StepPrediction
     clock: StepClock
-    events: Events
-    step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_TIMES))
-    last: dict[str, Any] = field(default_factory=dict)  # the newest record
-    _num_in_row: int = 0  # consecutive skipped steps
-    _is_empty_noted: bool = False  # True after the note on a batch without losses
     _unread: Dispatched | None = None  # the step in flight
 
     def run(
@@ -117,12 +95,12 @@ class Loop:
         save_every, eval_every = config.checkpoint.every, config.eval_every
         measured = min(start + WARM_UP_STEPS, config.num_steps - 1) if config.timeline else None
         batches = self._batches(start)
-        self.last = {"step": start}
+        self.records.last = {"step": start}
         if config.eval_at_start and start == 0:
             self._evaluate(state, 0)
         with ProfileWindow(config, start) as profile:
             if profile.passed is not None:
-                self.metrics.note(f"profile   {profile.passed}")
+                self.records.metrics.note(f"profile   {profile.passed}")
             for step in range(start, config.num_steps):
                 # 1. train
                 finished = step + 1
@@ -142,7 +120,7 @@ class Loop:
                     self._read(then=now)
                     if timeline is not None and distributed.is_lead():
                         self._read()  # waits for the step: its time must not include the writing
-                        self._show_timeline(timeline)
+                        _show_timeline(self.records, timeline)
                     if profile.is_open and finished == profile.steps.stop:
                         self._end_profile(profile, finished)
                     if eval_every is not None and finished % eval_every == 0:
@@ -200,104 +178,13 @@ class Loop:
         if unread is None:
             return
         finished, numbers, step_time_s = unread[0], unread[1], unread[2].result()
-        loss, grad_norm, lr = (float(numbers[name]) for name in ("loss", "grad_norm", "lr"))
-        self.step_times_s.append(step_time_s)
-        attached = {name: float(numbers[name]) for name in self.job.pipe.attached_losses}
-        self.last = {"step": finished, "loss": loss, **attached, "grad_norm": grad_norm, "lr": lr}
-        if COUNTS in numbers and isinstance(self.job.config.model, Transformer):
-            self.last |= balance(jax.device_get(numbers[COUNTS]))
-        self.last |= {"step_time_s": step_time_s, **self._speeds(step_time_s)}
-        if num_skipped := self.metrics.num_skipped:
-            rates: Any = self.job.pipe.lr_schedule
-            self.last |= {"lr": float(rates(finished - 1 - num_skipped))}
-        if self.job.config.run.on_nonfinite == "skip":
-            self.last |= {"skipped_steps": num_skipped}
-            if not math.isfinite(grad_norm):
-                self._skip(finished)
-                return
-            self._num_in_row = 0
-        with writing(Path(self.job.config.run.dir)):
-            self.metrics.log(self.last, tuple(attached))
-        if loss == grad_norm == 0 and not self._is_empty_noted:
-            self._is_empty_noted = True
-            self.metrics.note(
-                f"note: step {finished} has loss 0 and gradient 0: its batch has no tokens to "
-                "predict (only prompts and padding), so only the optimizer's momentum and decay "
-                "change the parameters."
-            )
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            # loss and gradients come from the state before this step, finished - 1: it is bad, too
-            what = f"loss={loss}, grad_norm={grad_norm}"
-            raise self._non_finite(finished, what, newest_good=finished - 2)
-
-    def _skip(self, finished: int) -> None:
-        """Record a step without an update. SkippedError after MOST_SKIPPED steps in a row."""
-        run = self.job.config.run
-        with writing(Path(run.dir)):
-            examples = self.job.data.examples_of(finished - 1)
-            self.metrics.log_skipped(self.last, examples)
-        self.events.tell("skipped", step=finished, examples=examples)
-        self._num_in_row += 1
-        if self._num_in_row >= MOST_SKIPPED:
-            raise SkippedError(
-                f"step {finished}: {self._num_in_row} steps in a row have gradients that are not "
-                f"finite; {SKIPPED} in {run.dir} lists their examples. Try a smaller optim.lr, or "
-                "look at these examples."
-            )
-
-    def _non_finite(self, finished: int, what: str, *, newest_good: int) -> NonFiniteError:
-        """Return the error of step `finished`; it names the newest good checkpoint."""
-        with suppress(SaveError):
-            self.checkpoints.wait()
-        steps, optim = self.checkpoints.stored.steps(), self.job.config.optim
-        good = [step for step in steps if step <= newest_good]
-        kept = f"the checkpoint of step {good[-1]} is good" if good else "no checkpoint is good"
-        lost = ", ".join(str(step) for step in steps if step > newest_good)
-        away = f"; move {lost} away: resuming from there fails again" if lost else ""
-        clip = f"a smaller optim.clip_norm (now {optim.clip_norm})"
-        clip = "optim.clip_norm=1.0 (now null)" if optim.clip_norm is None else clip
-        return NonFiniteError(
-            f"step {finished}: {what}. Training stopped; {kept} "
-            f"({self.checkpoints.directory}){away}. Try a smaller optim.lr (now {optim.lr}), "
-            f"more optim.warmup_steps (now {optim.warmup_steps}) or {clip}."
-        )
-
-    def _speeds(self, step_time_s: float) -> dict[str, Any]:
-        unit, count, flops, peak = self._work
-        predicted = self.prediction
-        return {
-            unit: count / step_time_s,
-            "model_flops_per_s": flops.full / step_time_s,
-            "mfu_fraction": mfu(flops.full, step_time_s, peak),
-            "mfu_causal_fraction": mfu(flops.causal, step_time_s, peak),
-            "compile_time_s": self.compile_time_s,
-            "ideal_bubble_fraction": predicted.ideal_bubble_fraction,
-            "predicted_bubble_fraction": predicted.bubble_fraction,
-            "predicted_step_time_s": predicted.step_time_s,
-            "predicted_memory_bytes": predicted.memory_bytes,
-            "memory_bytes": max(self.footprint.total_bytes),
-        }
-
-    @cached_property
-    def _work(self) -> tuple[str, int, ModelFlops, float | None]:
-        """Return (unit of speed, units of a step, FLOPs of a step, peak FLOP/s of all devices)."""
-        pipe, config = self.job.pipe, self.job.config
-        unit, count = unit_of_work(self.job)
-        device = pipe.meshes.device
-        peak = mfu_peak_flops(config.hardware, device.device_kind, str(pipe.dtype))
-        all_peak = None if peak is None else peak * pipe.meshes.num_devices
-        return unit, count, model_flops(self.job), all_peak
+        self.records.add(finished, numbers, step_time_s)
 
     def _evaluate(self, state: Tree, finished: int) -> None:
         self._read()
         self.heartbeat.note("evaluate", finished)
         eval_loss = evaluate(self.job.pipe.engine, self.job.data, self.job.num_eval_batches, state)
-        record = {"eval_loss": eval_loss}
-        if self.job.data.vocab_size is not None:
-            record |= {"eval_perplexity": perplexity(eval_loss)}
-        with writing(Path(self.job.config.run.dir)):
-            self.metrics.log_eval(finished, record)
-        self.events.tell("evaluated", step=finished, **record)
+        self.records.add_evaluation(finished, eval_loss)
 
     def _save(self, state: Tree, finished: int, *, is_last: bool, stop_signal: int | None) -> None:
         """Save the state. NonFiniteError if any number in it is not finite, whatever the loss."""
@@ -309,7 +196,7 @@ class Loop:
             is_alone = stop_signal and not distributed.is_joined()
             again = f"; a second {name} ends it at once, unsaved" if is_alone else ""
             what = f"saving step {finished} and leaving{again}" if is_saved else unsaved
-            self.metrics.note(f"{name}: {what}")
+            self.records.metrics.note(f"{name}: {what}")
         if not is_saved:
             return
         self.heartbeat.note("save", finished)
@@ -319,7 +206,7 @@ class Loop:
             state = self.job.pipe.engine.to_natural(state)
             if not self.checkpoints.save(finished, state, metadata(self.job, finished)):
                 what = "its update is not finite"
-                raise self._non_finite(finished, what, newest_good=finished - 1)
+                raise self.records.non_finite(finished, what, newest_good=finished - 1)
             if is_last:
                 self.checkpoints.wait()
 
@@ -361,21 +248,9 @@ class Loop:
                     f"{error} Training stopped after step {finished}; "
                     "run.checkpoint.on_failure=continue goes on."
                 ) from error
-            self.metrics.note(
+            self.records.metrics.note(
                 f"note: {error} The next save tries again (run.checkpoint.on_failure=continue)."
             )
-
-    def _show_timeline(self, measured: Timeline) -> None:
-        directory = Path(self.job.config.run.dir) / "timeline"
-        bubbles = self.prediction.ideal_bubble_fraction, self.prediction.bubble_fraction
-        with writing(directory):
-            lines = timeline_io.write_timeline(directory, measured, *bubbles)
-        for line in lines:
-            self.metrics.note(line)
-        meshes = self.job.pipe.meshes
-        shared = shared_cores_text(len(meshes.storage.local_devices), num_cores(meshes))
-        if shared is not None:
-            self.metrics.note(f"note      {shared}")
 
     def _end_profile(self, profile: ProfileWindow, finished: int) -> None:
         """Write the open trace and its tasks; print their place, or why no step was traced."""
@@ -383,13 +258,32 @@ class Loop:
         if not profile.is_open:
             if finished <= steps.start:
                 text = f"no trace: the run ends before step {steps.start} (the first is 0)"
-                self.metrics.note(f"profile   {text}")
+                self.records.metrics.note(f"profile   {text}")
             return
         self._read()
         lacks = profile.end(finished)
         if pipe.ticks is not None:
-            how = self.footprint.text, pipe.ticks, pipe.meshes.storage, finished - steps.start
+            how = (
+                self.records.footprint.text,
+                pipe.ticks,
+                pipe.meshes.storage,
+                finished - steps.start,
+            )
             with writing(profile.directory):
                 file = profiler.write_tasks(profile.directory, *how)
             tasks = "" if file is None else f"; tasks by rank for Perfetto in {file}"
-        self.metrics.note(f"profile   {profile.directory} (xprof, Perfetto){lacks}{tasks}")
+        self.records.metrics.note(f"profile   {profile.directory} (xprof, Perfetto){lacks}{tasks}")
+
+
+def _show_timeline(records: StepRecords, measured: Timeline) -> None:
+    directory = Path(records.job.config.run.dir) / "timeline"
+    predicted = records.prediction
+    bubbles = predicted.ideal_bubble_fraction, predicted.bubble_fraction
+    with writing(directory):
+        lines = timeline_io.write_timeline(directory, measured, *bubbles)
+    for line in lines:
+        records.metrics.note(line)
+    meshes = records.job.pipe.meshes
+    shared = shared_cores_text(len(meshes.storage.local_devices), num_cores(meshes))
+    if shared is not None:
+        records.metrics.note(f"note      {shared}")

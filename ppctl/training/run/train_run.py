@@ -45,6 +45,7 @@ from ppctl.training.run.resume import Resumed, resume, state_from
 from ppctl.training.run.run_environment import check_disk, environment, writing
 from ppctl.training.run.run_lines import StepPrediction, describe
 from ppctl.training.run.step_clock import StepClock
+from ppctl.training.run.step_records import StepRecords
 from ppctl.training.run.trackers import check_trackers
 
 Predict = Callable[[TrainingJob], StepPrediction]  # predicts a step; called before compiling
@@ -129,15 +130,17 @@ def _train(
         del restored, resumed
         # 4. train
         with _metrics(job, start, console) as metrics, StepClock() as clock:
-            how = checkpoints, metrics, heartbeat, prediction, clock, events
-            loop = Loop(job, footprint, compile_time_s, *how)
+            records = StepRecords(
+                job, checkpoints, metrics, events, prediction, footprint, compile_time_s
+            )
+            loop = Loop(job, records, checkpoints, heartbeat, clock)
             with _stop_requests(console, run_dir / STOP_FILE) as stop_requested:
                 stopped_by = loop.run(state, start, stop_requested)
             metrics.is_finished = stopped_by is None
-        end = _ending(stopped_by, loop.last["step"])
+        end = _ending(stopped_by, records.last["step"])
         _record_end(end, run_dir, status, events)
     # 5. sum up
-    _sum_up(loop, end["status"], say, as_json=as_json and is_lead)
+    _sum_up(records, end["status"], say, as_json=as_json and is_lead)
     return 128 + stopped_by if stopped_by else 0
 
 
@@ -215,15 +218,15 @@ def _stop_requests(
         console.when_reader_gone = None
 
 
-def _sum_up(loop: Loop, status: str, say: Say, *, as_json: bool) -> None:
-    run = loop.job.config.run
-    if loop.step_times_s:
-        say(loop.prediction.compared(loop.step_times_s, max(loop.footprint.total_bytes)))
+def _sum_up(records: StepRecords, status: str, say: Say, *, as_json: bool) -> None:
+    run, last = records.job.config.run, records.last
+    if records.step_times_s:
+        say(records.prediction.compared(records.step_times_s, max(records.footprint.total_bytes)))
     left = "checkpoints, metrics and logs" if run.checkpoint.enabled else "metrics and logs"
-    say(f"{status} at step {loop.last['step']}; {left} are in {Path(run.dir)}")
+    say(f"{status} at step {last['step']}; {left} are in {Path(run.dir)}")
     if as_json:
-        times = {"compile_time_s": loop.compile_time_s}
-        show_json({"status": status, "run_dir": run.dir, **times, **loop.last})
+        times = {"compile_time_s": records.compile_time_s}
+        show_json({"status": status, "run_dir": run.dir} | times | last)
 
 
 def _status(run_dir: Path) -> AbstractContextManager[RunStatus | None]:
