@@ -175,10 +175,8 @@ class Loop:
         `_saved_first` records each step that it saves.
         """
         unread, self._unread = self._unread, then
-        if unread is None:
-            return
-        finished, numbers, step_time_s = unread[0], unread[1], unread[2].result()
-        self.records.add(finished, numbers, step_time_s)
+        if unread is not None:
+            self.records.add(unread.finished, unread.numbers, unread.step_time_s.result())
 
     def _evaluate(self, state: Tree, finished: int) -> None:
         self._read()

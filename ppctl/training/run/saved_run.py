@@ -89,7 +89,7 @@ class SavedRun:
     @cached_property
     def data(self) -> DataSet:
         """The data set of the run: `next(run.data.batches())`, `run.data.eval_batches(1)`."""
-        with self._own_code():
+        with _own_code(self):
             return open_data(self.config)
 
     def params(self, step: int | None = None) -> Tree:
@@ -141,8 +141,6 @@ class SavedRun:
         check_by_model(stack, arrays)
         return float(self._mean_loss(params, jax.tree.map(jnp.asarray, arrays))[0])
 
-    # parts of a run, read on first use
-
     @cached_property
     def _checkpoints(self) -> StoredCheckpoints:
         all_devices()  # raises the reason if JAX cannot start
@@ -157,16 +155,17 @@ class SavedRun:
         the recorded directory.
         """
         found, place = model_and_data(self.settings), self.directory.resolve()
-        parts, root = Path(found.run.dir).parts, self._started_in
+        parts, root = Path(found.run.dir).parts, self.started_in
         if parts and place.parts[-len(parts) :] == parts:
             root = Path(*place.parts[: -len(parts)])
         if root is None or root == Path.cwd():
             return found
-        below = lambda path: str(root / Path(path).expanduser())  # noqa: E731
-        return model_and_data(with_paths(self.settings, below))
+        return model_and_data(
+            with_paths(self.settings, lambda path: str(root / Path(path).expanduser()))
+        )
 
     @property
-    def _started_in(self) -> Path | None:
+    def started_in(self) -> Path | None:
         """The directory where the run was last started, as recorded."""
         key, starts = run_status.DIRECTORY, read_lines(self.directory / run_status.FILE, [])
         places = [each[key] for each in starts if isinstance(each.get(key), str)]
@@ -194,8 +193,10 @@ class SavedRun:
 
     @cached_property
     def _mean_loss(self) -> Callable[..., Any]:
-        how = {"remat": "none", "dtype": self._dtype, "with_grads": False}
-        return jax.jit(reference(self._stack, num_microbatches=1, **how))
+        dtype = self._dtype
+        return jax.jit(
+            reference(self._stack, num_microbatches=1, remat="none", dtype=dtype, with_grads=False)
+        )
 
     def _natural(self, step: int) -> Tree:
         _ = self._dtype  # raises for float64 if JAX has 32 bits
@@ -213,54 +214,52 @@ class SavedRun:
 
     def _fitting(self, step: int, natural: Tree) -> Stack:
         """Return the model. CheckpointError if parameters of a checkpoint do not fit it."""
-        stack = self._stack
-        wanted = stack.param_shapes
-        unlike = differences(array_types(natural), array_types(wanted))
+        unlike = differences(array_types(natural), array_types(self._stack.param_shapes))
         if unlike:
             raise CheckpointError(
                 f"The model of {self.directory} has other parameters now than at step {step}: "
                 f"{unlike[0]} (the first of {len(unlike)}). Its code or its cut into "
                 f"layers has changed: restore {self.settings['model'].get('target')}."
             )
-        return stack
+        return self._stack
 
     @cached_property
     def _stack(self) -> Stack:
         """The model, built for the data of the newest checkpoint. Warns if its code changed."""
-        config = self.config
-        model = config.model
         meta = self.read(None, self._checkpoints.meta)
-        data = described(meta["data"])
-        if isinstance(model, settings.Transformer):  # this device may lack the run's kernels
-            model = replace(model, attention="auto", moe=replace(model.moe, kernel="auto"))
-        with self._own_code():
-            stack = make_stack(
-                model, data, self._dtype, all_devices()[0], lora=lora_of(config.optim)
-            )
+        with _own_code(self):
+            stack = _stack_of(self.config, meta, self._dtype)
+        model = self.config.model
         if isinstance(model, settings.CustomModel):
             before = meta["sources"].get("model", {})
-            changed = changed_modules(before, sources(model.target))
-            if changed:
-                warnings.warn(
-                    f"{', '.join(changed)} changed after {self.directory} was trained; its "
-                    "results may differ now.",
-                    stacklevel=4,
-                )
+            if changed := changed_modules(before, sources(model.target)):
+                text = f"{', '.join(changed)} changed after {self.directory} was trained"
+                warnings.warn(f"{text}; its results may differ now.", stacklevel=4)
         return stack
 
-    @contextmanager
-    def _own_code(self) -> Iterator[None]:
-        """Add the directory where the run was started to an error about a missing module."""
-        try:
-            yield
-        except ConfigError as error:
-            place = self._started_in
-            if place is None or not isinstance(error.__cause__, ModuleNotFoundError):
-                raise
-            where = f"{self.directory} was started in {place}"
-            raise ConfigError(
-                f"{error} {where}: go there, or name it in PYTHONPATH."
-            ) from error.__cause__
+
+def _stack_of(config: Config, meta: Mapping[str, Any], dtype: jnp.dtype) -> Stack:
+    """Return the model, built for the data that a checkpoint describes and the first device."""
+    model = config.model
+    if isinstance(model, settings.Transformer):  # this device may lack the run's kernels
+        model = replace(model, attention="auto", moe=replace(model.moe, kernel="auto"))
+    lora = lora_of(config.optim)
+    return make_stack(model, described(meta["data"]), dtype, all_devices()[0], lora=lora)
+
+
+@contextmanager
+def _own_code(run: SavedRun) -> Iterator[None]:
+    """Add the directory where the run was started to an error about a missing module."""
+    try:
+        yield
+    except ConfigError as error:
+        place = run.started_in
+        if place is None or not isinstance(error.__cause__, ModuleNotFoundError):
+            raise
+        where = f"{run.directory} was started in {place}"
+        raise ConfigError(
+            f"{error} {where}: go there, or name it in PYTHONPATH."
+        ) from error.__cause__
 
 
 def load_run(directory: str | Path) -> SavedRun:
