@@ -62,7 +62,7 @@ from ppctl.config.groups.schedule_settings import (
 from ppctl.config.groups.transformer_sizes import GATED
 from ppctl.errors import ConfigError, as_setting, written_as
 from ppctl.schedule.ir import MOST_TASKS
-from ppctl.schedule.mesh_axes import DATA_AXES, check_experts, check_sequences, product_text
+from ppctl.schedule.mesh_axes import check_batch, check_experts, check_sequences
 
 
 @dataclass
@@ -112,26 +112,12 @@ def check(config: Config) -> None:
         getattr(config, part.name).check()
     check_parameters(config.model)
     check_tasks(config.schedule, config.mesh)
-    _check_batch(config.data.batch_size, config.mesh, config.schedule)
+    check_batch(config.data.batch_size, config.schedule.num_microbatches, config.mesh.sizes)
     _check_launch(config.launch, config.run, config.mesh)
     _check_executor(config.executor, config.mesh, config.partition.name, config.model)
     _check_data(config.model, config.data)
     _check_trained(config.model, config.optim)
     _check_views(config.run, config.executor, config.plan, config.inspect)
-
-
-def _check_batch(batch_size: int, mesh: Mesh, schedule: AnySchedule) -> None:
-    sizes = mesh.sizes.shown(DATA_AXES)
-    factors = {"schedule.num_microbatches": schedule.num_microbatches}
-    factors |= {f"mesh.{axis}": size for axis, size in sizes.items()}
-    pieces = math.prod(factors.values())
-    if batch_size % pieces:
-        number = batch_size // pieces
-        smaller = f"{number * pieces} or " if number else ""
-        raise ConfigError(
-            f"data.batch_size={batch_size} is not a multiple of {product_text(factors)}. "
-            f"Use data.batch_size={smaller}{(number + 1) * pieces}, or fewer microbatches."
-        )
 
 
 def _check_launch(launch: Launch, run: Run, mesh: Mesh) -> None:

@@ -50,13 +50,18 @@ class Placement:
         return np.array(counts, np.int32).reshape(-1, self.num_ranks)
 
     @property
+    def num_slots(self) -> int:
+        """Number of layer slots of each stage: the layers of the largest one."""
+        return int(self.counts.max())
+
+    @property
     def is_even(self) -> bool:
-        return bool((self.counts == self.counts.max()).all())
+        return bool((self.counts == self.num_slots).all())
 
     @cached_property
     def numbers(self) -> np.ndarray:
         """Layer number of each slot, int [V, P, K]; 0 in padding."""
-        found = np.zeros((self.counts.size, self.counts.max()), np.int32)
+        found = np.zeros((self.counts.size, self.num_slots), np.int32)
         for i, layers in enumerate(self._by_chunk):
             found[i, : len(layers)] = layers
         return found.reshape(*self.counts.shape, -1)

@@ -1,5 +1,6 @@
 """Traits of executors, for checks, commands and the planner, which need them before a run."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -38,14 +39,18 @@ class EngineTraits:
         >>> [engine.rank_layers((2, 1), (0, 0)) for engine in (IN_TICKS, BY_TASKS)]
         [4, 3]
         """
-        of_ranks = layers_of_ranks(sizes, rank_of)
-        return max(sizes) * (len(rank_of) // len(of_ranks)) if self.in_ticks else max(of_ranks)
+        return padded_layers(sizes, rank_of) if self.in_ticks else max(layers_of(sizes, rank_of))
 
 
 ALONE, IN_TICKS, BY_TASKS = EngineTraits(None), EngineTraits("ticks"), EngineTraits("tasks")
 
 
-def layers_of_ranks(sizes: Sequence[int], rank_of: Sequence[int]) -> list[int]:
+def padded_layers(sizes: Sequence[int], rank_of: Sequence[int]) -> int:
+    """Return the number of layer slots of each rank, if all stages are padded to the largest."""
+    return max(sizes) * max(Counter(rank_of).values())
+
+
+def layers_of(sizes: Sequence[int], rank_of: Sequence[int]) -> list[int]:
     """Return the number of layers of each rank, given each stage's layers and rank."""
     sums = [0] * (max(rank_of) + 1)
     for size, rank in zip(sizes, rank_of, strict=True):

@@ -2,8 +2,8 @@
 
 The dependency rule of `ir` is the same for every microbatch, so it is evaluated once for each stage
 and kind, and the walk runs on integers. It takes a fraction of a second for 131,072 tasks; a search
-times thousands of orders of one schedule. Three other walks cannot use this one: `pack` counts
-ticks, `free_running` slows ranks down, and in `ChoosingRanks` ranks choose their next tasks.
+times thousands of orders of one schedule. In `ChoosingRanks` ranks choose their next tasks instead.
+Two other walks cannot use this one: `pack` counts ticks, and `free_running` slows ranks down.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from ppctl.schedule.placement_costs import Ledger
 
 NEVER = float("inf")
 Orders = list[list[int]]  # task numbers of each rank, in program order
+# (tasks that a free rank runs together, their start in seconds), or ((), time of the next choice)
+Chosen = tuple[tuple[int, ...], float]
 NONE = -1
 
 
@@ -205,11 +207,11 @@ class ChoosingRanks:
                 latest_s = arrives_s
         return latest_s
 
-    def run(self, choose: Callable[[int, float], tuple[int | None, float]]) -> Orders | None:
+    def run(self, choose: Callable[[int, float], Chosen]) -> Orders | None:
         """Run all tasks and return the orders of the ranks; None if ranks get stuck.
 
-        choose(rank, now_s) returns (task to run on the free rank, now_s), or (None, time of the
-        next call in seconds). It is also called when a value that the rank waits for arrives.
+        choose(rank, now_s) is called when a rank is free, and when a value that it waits for
+        arrives.
         """
         jobs, left = self.jobs, len(self.jobs.tasks)
         done: Orders = [[] for _ in range(jobs.num_ranks)]
@@ -219,18 +221,18 @@ class ChoosingRanks:
             now_s, rank = heappop(wake)
             if free_s[rank] > now_s:
                 continue
-            task, later_s = choose(rank, now_s)
-            if task is None:
-                if later_s < NEVER:
-                    heappush(wake, (later_s, rank))
+            tasks, at_s = choose(rank, now_s)
+            if not tasks:
+                if at_s < NEVER:
+                    heappush(wake, (at_s, rank))
                 continue
-            free_s[rank] = end_s = now_s + jobs.seconds[task]
+            free_s[rank] = end_s = at_s + sum(jobs.seconds[task] for task in tasks)
             heappush(wake, (end_s, rank))
-            for base in jobs.makes[task]:
-                value = base + jobs.microbatch[task]
+            made = (base + jobs.microbatch[task] for task in tasks for base in jobs.makes[task])
+            for value in made:
                 self.written_s[value] = end_s
                 for reader, hop_s in self.waiting.pop(value, {}).items():
                     heappush(wake, (end_s + hop_s, reader))
-            done[rank].append(task)
-            left -= 1
+            done[rank] += tasks
+            left -= len(tasks)
         return None if left else done

@@ -6,12 +6,13 @@ without pairs. Step times follow from the schedule's relative costs; a pair is a
 long as its two tasks in sequence.
 """
 
-from heapq import heappop, heappush
+from collections import deque
+from collections.abc import Sequence
 from itertools import islice, pairwise
 
 from ppctl.errors import ScheduleError
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.execution_order import Jobs
+from ppctl.schedule.execution_order import NEVER, ChoosingRanks, Chosen, Jobs
 from ppctl.schedule.families.registry import FAMILIES, build
 from ppctl.schedule.ir import Schedule, Task
 
@@ -29,46 +30,31 @@ def fused_order(schedule: Schedule, costs: Costs) -> list[tuple[Task, ...]]:
     >>> [" ".join(map(str, tasks)) for tasks in order if len(tasks) == 2]
     ['0B0 0F3']
     """
-    # 1. tasks as numbers; each rank's next step, and the end of its last task
     jobs = Jobs(schedule, costs)
-    latest_s, seconds, microbatch = _latest_ends(jobs), jobs.seconds, jobs.microbatch
-    at, free_s = [0] * jobs.num_ranks, [0.0] * jobs.num_ranks
-    written_s, starts = dict[int, float](), list[tuple[float, int]]()  # (seconds, rank)
-    waiting, found = set(range(jobs.num_ranks)), list[tuple[float, list[int]]]()
+    ranks, latest_s, seconds = ChoosingRanks(jobs), _latest_ends(jobs), jobs.seconds
+    rest = [deque(order) for order in jobs.first]
+    found = list[tuple[float, tuple[int, ...]]]()
 
-    def ready_s(task: int, free_s: float) -> float | None:
-        """Return a task's start in seconds on a rank free at free_s; None if still unknown."""
-        reads = {base + microbatch[task]: hop_s for base, hop_s in jobs.needs[task]}
-        if not reads.keys() <= written_s.keys():
-            return None
-        return max([free_s, *(written_s[value] + hop_s for value, hop_s in reads.items())])
-
-    # 2. in order of time, run a rank's next task, or its next two as a pair if both end in time
-    while True:
-        for rank in [*waiting]:
-            for task in jobs.first[rank][at[rank] : at[rank] + 1]:
-                if (start_s := ready_s(task, free_s[rank])) is not None:
-                    heappush(starts, (start_s, rank))
-                    waiting.remove(rank)
-        if not starts:
-            break
-        start_s, rank = heappop(starts)
-        group = jobs.first[rank][at[rank] : at[rank] + 2]
-        together_s = ready_s(group[-1], start_s) if _can_pair(jobs, group) else None
-        must_start_s = min(latest_s[task] for task in group) - sum(seconds[task] for task in group)
-        if together_s is None or together_s > must_start_s:
-            group, together_s = group[:1], start_s
+    def choose(rank: int, now_s: float) -> Chosen:
+        """Run a rank's next task, or its next two as a pair if both end in time."""
+        group = tuple(islice(rest[rank], 2))
+        start_s = max(now_s, ranks.ready_s(group[0])) if group else NEVER
+        if start_s > now_s:
+            return (), start_s
+        together_s = max(now_s, ranks.ready_s(group[-1])) if _can_pair(jobs, group) else NEVER
+        if together_s > min(latest_s[task] for task in group) - sum(seconds[n] for n in group):
+            group, together_s = group[:1], now_s
+        for _ in group:
+            rest[rank].popleft()
         found.append((together_s, group))
-        at[rank] += len(group)
-        free_s[rank] = together_s + sum(seconds[task] for task in group)
-        made = (base + microbatch[task] for task in group for base in jobs.makes[task])
-        written_s |= dict.fromkeys(made, free_s[rank])
-        waiting.add(rank)
+        return group, together_s
+
+    ranks.run(choose)
     found.sort(key=lambda each: each[0])
     return [tuple(jobs.tasks[task] for task in group) for _, group in found]
 
 
-def _can_pair(jobs: Jobs, group: list[int]) -> bool:
+def _can_pair(jobs: Jobs, group: Sequence[int]) -> bool:
     kinds = "".join(jobs.tasks[task].kind for task in group)
     return kinds in ("FB", "BF", "FI", "IF")
 

@@ -150,6 +150,20 @@ def product_text(factors: Mapping[str, int]) -> str:
     return " = ".join(["*".join(factors), *texts])
 
 
+def check_batch(batch_size: int, num_microbatches: int, mesh: MeshSizes) -> None:
+    """Raise ConfigError for a batch that microbatches and data axes do not divide."""
+    factors = {setting("schedule.num_microbatches"): num_microbatches}
+    factors |= {setting(f"mesh.{axis}"): size for axis, size in mesh.shown(DATA_AXES).items()}
+    number, left = divmod(batch_size, pieces := prod(factors.values()))
+    if left or not number:
+        fitting = " or ".join(str(n * pieces) for n in (number, number + 1) if n)
+        raise ConfigError(
+            f"{setting('data.batch_size', batch_size, f'batch size {batch_size}')} is not a "
+            f"multiple of {product_text(factors)}. Use "
+            f"{setting('data.batch_size', fitting, fitting)}, or fewer microbatches."
+        )
+
+
 def check_widths(tp: int, num_heads: int, num_kv_heads: int, hidden: Mapping[str, int]) -> None:
     """Raise ConfigError if tp does not divide heads or MLP widths. hidden: the widths, by name."""
     widths = {setting("model.num_heads"): num_heads, **hidden}

@@ -7,12 +7,13 @@ its W needs the activation (the convention of the zero-bubble papers).
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import add
 
-from ppctl.schedule.costs import Costs, OfStages
+from ppctl.schedule.costs import OF_STAGES, Costs, OfStages
+from ppctl.schedule.engine_traits import padded_layers
 from ppctl.schedule.ir import KINDS, Schedule
 from ppctl.schedule.partition.partition import Partition
 from ppctl.schedule.piece_times import OpTimes, costs_of
@@ -29,6 +30,8 @@ class Placed:
     costs: Costs
     fixed_bytes: tuple[float, ...] = ()  # bytes of each rank's parameters, optimizer and gradients
     pending_bytes: OfStages | None = None
+    # bytes of a task's temporaries, for each stage, by kind
+    temporary_bytes: tuple[Mapping[str, float], ...] = ()
 
     def anywhere(self, rank_of: tuple[int, ...]) -> Placed:
         """Return these costs, whatever the placement; `self.anywhere` is a `CostsOf`."""
@@ -49,12 +52,20 @@ class Placed:
         Ledger(held=(10, 10), stash=(3, 3), pending=None)
         """
         stages, chunks = range(schedule.num_stages), schedule.num_chunks
-        held = tuple(map(math.ceil, self.fixed_bytes or (0.0,) * schedule.num_ranks))
+        fixed = self.fixed_bytes or (0.0,) * schedule.num_ranks
+        held = tuple(map(math.ceil, map(add, fixed, self._temporaries(schedule))))
         stash = tuple(math.ceil(self.costs.stage_bytes(s, chunks)) for s in stages)
         if self.pending_bytes is None:
             return Ledger(held, stash)
         pending = replace(self.costs, activation_bytes=self.pending_bytes)
         return Ledger(held, stash, tuple(math.ceil(pending.stage_bytes(s, chunks)) for s in stages))
+
+    def _temporaries(self, schedule: Schedule) -> list[float]:
+        """Return the most bytes of temporaries of a task on each rank, counted at all times."""
+        kinds = set(KINDS) & (schedule.kinds or {*OF_STAGES})  # without tasks: a split schedule
+        of_stages = [max(each[kind] for kind in kinds) for each in self.temporary_bytes]
+        ranks = schedule.stages_of
+        return [max(of_stages[s] for s in stages) if of_stages else 0.0 for stages in ranks]
 
 
 # function from the rank of each stage to costs and memory; may raise ConfigError
@@ -134,7 +145,7 @@ def peak_activations(schedule: Schedule) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Bytes of a model's pieces on ranks of executor=mpmd, without temporaries."""
+    """Bytes of a model's pieces on ranks of executor=mpmd."""
 
     layer: float = 0.0  # bytes of a layer at all times
     padded: float = 0.0  # bytes per layer of state that is padded to the largest stage
@@ -144,6 +155,8 @@ class LayerBytes:
     embed: float = 0.0  # bytes of the first stage's rank at all times
     head: float = 0.0  # bytes of the last stage's rank at all times
     rank: float = 0.0  # bytes of every rank at all times, on top of the fields above
+    # (kind of a task, its stage's layers, has_head=) -> bytes of its temporaries; None: not counted
+    temporaries: Callable[..., int] | None = None
 
 
 @dataclass(frozen=True)
@@ -177,11 +190,18 @@ class LayerCosts:
         stash = tuple(n * held.stash + held.stage_stash for n in counts)
         pending = None if held.pending is None else tuple(n * held.pending for n in counts)
 
+        temporaries, last = tuple[dict[str, float], ...](), len(counts) - 1
+        if (of := held.temporaries) is not None:
+            temporaries = tuple(
+                {kind: of(kind, n, has_head=s == last) for kind in KINDS}
+                for s, n in enumerate(counts)
+            )
+
         # 2. bytes of each rank
-        padded = max(Counter(rank_of).values()) * max(counts) * held.padded
+        padded = padded_layers(counts, rank_of) * held.padded
         ranks = [held.rank + padded] * (max(rank_of) + 1)
         for rank, n in zip(rank_of, counts, strict=True):
             ranks[rank] += n * held.layer
         ranks[rank_of[0]] += held.embed
         ranks[rank_of[-1]] += held.head
-        return Placed(replace(costs, activation_bytes=stash), tuple(ranks), pending)
+        return Placed(replace(costs, activation_bytes=stash), tuple(ranks), pending, temporaries)

@@ -12,7 +12,7 @@ from math import inf
 
 from ppctl.errors import ScheduleError, setting
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.execution_order import ChoosingRanks, Jobs
+from ppctl.schedule.execution_order import ChoosingRanks, Chosen, Jobs
 from ppctl.schedule.ir import Kind, Schedule, Task
 from ppctl.schedule.validation import validate
 
@@ -72,10 +72,10 @@ def _delayed(schedule: Schedule, delay: int, costs: Costs) -> tuple[float, Sched
     ranks = ChoosingRanks(jobs)
     queues = [_queues(jobs, order) for order in jobs.first]
 
-    def choose(rank: int, now_s: float) -> tuple[int | None, float]:
+    def choose(rank: int, now_s: float) -> Chosen:
         heads = [(max(now_s, ranks.ready_s(q[0])), i) for i, q in enumerate(queues[rank]) if q]
         start_s, i = min(heads, default=(inf, 0))
-        return (None, start_s) if start_s > now_s else (queues[rank][i].popleft(), now_s)
+        return ((), start_s) if start_s > now_s else ((queues[rank][i].popleft(),), now_s)
 
     orders = ranks.run(choose)
     if orders is None:

@@ -11,7 +11,7 @@ from support.steps import planned_step
 from ppctl import config
 from ppctl.executors.work.parameter_bytes import ParamBytes
 from ppctl.executors.work.planned_step import PlannedLayout
-from ppctl.executors.work.rank_bytes import array_bytes, reference_bytes, workspace_bytes
+from ppctl.executors.work.rank_bytes import rank_bytes, reference_bytes, sizes_of, workspace_bytes
 from ppctl.executors.work.roofline import Extent, ModelWork, PieceWork
 from ppctl.executors.work.task_flops import work_of
 from ppctl.planner.cost.predict_step import predict_job, step_of
@@ -74,7 +74,7 @@ QUICK = ("interleaved full", "uneven zb_h2", "dp, fsdp, bfloat16", "one rank", "
 )
 def test_planned_bytes_of_every_part_equal_its_arrays(asked):
     job = assemble(asked)
-    held = array_bytes(step_of(job), job.pipe.ticks.num_slots)
+    held = rank_bytes(sizes_of(step_of(job)), job.pipe.ticks.num_slots)
     shapes = job.pipe.memory()[0]
     assert held.keys() == shapes.keys()
     for part, size in shapes.items():

@@ -6,6 +6,7 @@ import pytest
 
 from ppctl import config as c
 from ppctl.errors import ConfigError, ScheduleError
+from ppctl.planner.cost.predict_step import memory_of, step_of
 from ppctl.schedule.simulator import simulate
 from ppctl.training.pipeline.auto_schedule import ModelCosts
 from ppctl.training.pipeline.job import assemble, divide
@@ -33,6 +34,10 @@ def costs_of(job):
     )
 
 
+def total(held):
+    return sum(held.values())
+
+
 MPMD = [("1f1b", "none"), ("zb_v", "none"), ("zb_v", "layer"), ("1f1b", "full"), ("zb_h1", "full")]
 
 
@@ -47,17 +52,24 @@ def test_bytes_of_ranks_equal_the_engines_count(family, remat):
     placed = costs_of(job).layers(with_bytes=True).on(schedule.rank_of)
     # the planner counts inputs of stages; the first stage of remat=full makes its again from tokens
     spare = 7 if remat == "full" else 3
-    for found, held in zip(placed.ledger(schedule).peaks(schedule), job.pipe.memory(), strict=True):
+    arrays = replace(placed, temporary_bytes=()).ledger(schedule).peaks(schedule)
+    for found, held in zip(arrays, job.pipe.memory(), strict=True):
         exact = sum(size for part, size in held.items() if part != "temporaries")
         assert found <= exact + spare * x.size * x.dtype.itemsize, held
         assert found >= exact or not held["weights"], (
             "only the update, after all tasks, may need more"
         )
+    in_plan = memory_of(job.pipe, step_of(job))
+    for found, held in zip(placed.ledger(schedule).peaks(schedule), in_plan, strict=True):
+        assert held["temporaries"] > 0
+        assert found >= total(held), "the largest temporaries count at all times"
 
 
 def test_in_lockstep_bytes_equal_the_programs():
     job = planned(request(c.Interleaved(num_microbatches=8), c.Spmd()))
-    assert costs_of(job).in_ticks_bytes(job.pipe.ticks) == sum(job.pipe.memory()[0].values())
+    planned_bytes = memory_of(job.pipe, step_of(job))[0]
+    assert planned_bytes["temporaries"] > 0
+    assert costs_of(job).in_ticks_bytes(job.pipe.ticks) == total(planned_bytes)
 
 
 @pytest.mark.full
@@ -65,9 +77,9 @@ def test_in_lockstep_bytes_equal_the_programs():
 def test_the_plan_keeps_a_cap_on_bytes_with_the_head_counted(executor):
     auto = c.Auto(num_microbatches=8, max_chunks=2)
     free = planned(request(auto, executor))
-    most = max(sum(held.values()) for held in free.pipe.memory())
+    most = max(map(total, memory_of(free.pipe, step_of(free))))
     job = planned(request(replace(auto, max_memory_gib=0.9 * most / GIB), executor))
-    held = max(sum(each.values()) for each in job.pipe.memory())
+    held = max(map(total, memory_of(job.pipe, step_of(job))))
     assert held <= job.choice.held_bytes <= 0.9 * most
     assert job.choice.best.schedule.ranks == job.pipe.schedule.ranks
     costs = costs_of(job).layers(with_bytes=False).on(job.pipe.schedule.rank_of).costs

@@ -63,7 +63,7 @@ def rank_roles(model: Model, placement: Placement, roles: tuple[Role, ...]) -> t
     adds, last, parts = placement.rank_of[0], placement.rank_of[-1], model.axes.vocab_parts
     gives = set(range(len(here)) if parts else [last]) - {adds}
     shared = {adds: "adds"} | dict.fromkeys(gives, "gives") if any(model.shared) and gives else {}
-    number = int(placement.counts.max())
+    number = placement.num_slots
     return tuple(
         RankRole(tuple(stages), number, shared.get(r), parts) for r, stages in enumerate(here)
     )

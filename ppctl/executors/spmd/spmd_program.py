@@ -10,6 +10,7 @@ the second scan.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,10 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from ppctl.executors.model_shapes import Model, shard_shapes, tree_bytes
+from ppctl.executors.model_shapes import Model, shard_bytes, shard_shapes, tree_bytes
 from ppctl.executors.parameter_layout import Layout, scatter_sums
 from ppctl.executors.spmd.device_program import Device
 from ppctl.executors.spmd.tick_programs import TickBody
+from ppctl.executors.work.rank_bytes import RankSizes
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.layer_reports import divided_by
 from ppctl.model.stack import divisor, metric_means, number_of
@@ -116,37 +118,36 @@ def _of_ranks(layout: Layout, ticks: Ticks) -> tuple[jax.Array, ...]:
     return jnp.asarray(table), jnp.asarray(placement.counts), jnp.asarray(placement.numbers)
 
 
-def spmd_bytes(model: Model, layout: Layout, ticks: Ticks, layers: Tree) -> dict[str, int]:
-    """Return the bytes on one device by use: weights, gradients, activations, transfers.
+def spmd_sizes(model: Model, layout: Layout, staged: Tree, *, splits: bool) -> RankSizes:
+    """Return the sizes of a device's arrays, from shapes.
 
-    layers: staged layers, or their shapes, with shardings.
+    staged: shapes of the staged state, with shardings. splits: whether backwards are split.
     """
-    # 1. parameters and sums of gradients
-    # num_layers: layer slots of a chunk
-    num_layers, parts = int(layout.placement.counts.max()), ("embed_head", "layers")
+    # 1. copies of parameters, and sums of gradients
+    num_layers, parts = layout.placement.num_slots, ("embed_head", "layers")
     held = layout.placement.num_chunks * num_layers
     embed_head, layer = (model.held[part] for part in parts)
     trained, trained_layer = (trained_part(model.held[p], model.stack.trains(p)) for p in parts)
-    sums = tree_bytes((trained, *[trained_layer] * held))
     by_layer = model.layer_specs is not None
     at_once = min(2, num_layers) if by_layer else held
     computed = tree_bytes(model.computed((embed_head, *[layer] * at_once)))
     if by_layer:
-        computed += tree_bytes(model.computed(shard_shapes(layers)))
-    # 2. slots
-    slots, x = ticks.num_slots, tree_bytes(model.x)
-    with_pending = bool(slots.get("pending"))
-    stash_bytes, pending_bytes = waiting_bytes(model, num_layers, with_pending=with_pending)
-    kept = slots["stash"] * stash_bytes + slots.get("pending", 0) * pending_bytes
-    arriving = sum(slots.get(kind, 0) for kind in ("act", "grad", "value")) * x
-    return {"weights": computed, "gradients": sums, "activations": kept, "transfers": arriving}
-
-
-def waiting_bytes(model: Model, num_layers: int, *, with_pending: bool) -> tuple[int, int]:
-    """Return (bytes of a stash, bytes of pending values) of one microbatch in `num_layers` layers.
-
-    Bytes are those of whole arrays if XLA divides the stage, else of one device's.
-    """
+        computed += tree_bytes(model.computed(shard_shapes(staged["params"]["layers"])))
+    # 2. slots: whole arrays if XLA divides the stage, else one device's
     stage, w = model.stage, [model.computed_layer] * num_layers
-    pending = lambda: tree_bytes(stage.pending_shapes(w)) if with_pending else 0  # noqa: E731
-    return model.traced(lambda: (tree_bytes(stage.stash_shapes(w)), pending()))
+    stash = model.traced(lambda: tree_bytes(stage.stash_shapes(w)))
+    pending = model.traced(lambda: tree_bytes(stage.pending_shapes(w))) if splits else 0
+    return replace(
+        state_sizes(model, staged),
+        weights=computed,
+        gradients=tree_bytes((trained, *[trained_layer] * held)),
+        stash=stash,
+        pending=pending,
+        x=tree_bytes(model.x),
+    )
+
+
+def state_sizes(model: Model, staged: Tree) -> RankSizes:
+    """Return the sizes of a device's state and batch, from shapes."""
+    state = shard_bytes(staged["params"]), shard_bytes(staged["optimizer"])
+    return RankSizes(*state, batch=tree_bytes(model.microbatch) * model.num_microbatches)

@@ -53,17 +53,6 @@ class ParamBytes:
         """Return the bytes of a layer as it is gathered over fsdp."""
         return self.layer * self.compute_ratio - self.saved_gather
 
-    def held(
-        self, whole: float, trained: float, fsdp: int, copies: float = 1.0
-    ) -> tuple[float, float]:
-        """Return (bytes of the train state, bytes of compute copies and gradient sums).
-
-        whole, trained: bytes of all parameters, and of the trained ones. fsdp: size of the axis
-        that divides the train state. copies: number of copies in the compute dtype that tasks read.
-        """
-        state = (whole + self.moments * trained) / fsdp
-        return state, copies * self.compute_ratio * whole + trained
-
 
 def param_bytes(
     state: Tree, model: Model, shards: Mapping[tuple[str, ...], Shard], update_flops: int = 0

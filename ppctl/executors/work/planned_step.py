@@ -120,6 +120,11 @@ class Step:
         return self.adds and num_layers <= self.unroll
 
     @property
+    def gathers_by_layer(self) -> bool:
+        """Return whether each task gathers its layers over fsdp."""
+        return self.gather == "layer" and self.layout.mesh.fsdp > 1
+
+    @property
     def known_machine(self) -> Machine:
         assert self.machine is not None, "seconds of unknown devices"
         return self.machine

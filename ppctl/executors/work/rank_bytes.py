@@ -1,43 +1,130 @@
-"""Predicted bytes of a step on a device: temporaries of programs, and arrays of unbuilt layouts.
+"""The bytes that a rank holds on one device: one answer for engines, plans and searches.
 
-For a built job, `Engine.memory` gives the exact bytes of arrays. Standard library only.
+`rank_bytes` adds up the sizes of a rank's arrays. A built engine has them to the byte, from shapes;
+`sizes_of` estimates them for layouts that are not built, and `layer_bytes` for the ranks of
+executor=mpmd on any placement. The bytes of temporaries are estimates in both.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
 
 from ppctl.executors.work.planned_step import Step
+from ppctl.schedule.placement_costs import LayerBytes
 
 SLOTS_OF_X = ("act", "grad", "value")  # names of slots for values between stages
+NO_SLOTS: Mapping[str, float] = MappingProxyType({})
+VALUES = 4  # number of values in transit at a rank of executor=mpmd, each an activation or gradient
 
 
-def array_bytes(step: Step, slots: Mapping[str, float]) -> dict[str, int]:
-    """Return the bytes on one device by part, without temporaries. slots: number of slots by name.
+@dataclass(frozen=True)
+class RankSizes:
+    """Bytes of a rank's arrays on one device; those of slots are for one microbatch."""
 
-    With executor=spmd all ranks are padded to the largest.
+    parameters: float = 0.0
+    optimizer: float = 0.0
+    weights: float = 0.0  # copies of parameters in the compute dtype
+    gradients: float = 0.0  # sums of gradients
+    batch: float = 0.0
+    stash: float = 0.0  # a slot of a chunk's forward
+    pending: float = 0.0  # a slot of a chunk's I
+    x: float = 0.0  # a slot of an activation or gradient between stages
+
+    @property
+    def held(self) -> float:
+        """Return the bytes held at all times."""
+        return self.parameters + self.optimizer + self.weights + self.gradients + self.batch
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """The share of a model that a rank holds."""
+
+    layers: float = 0.0  # layers that its tasks read, with sums of gradients
+    stored: float = 0.0  # layers of its train state, with padding
+    gathered: float = 0.0  # layers that gather=layer gathers at a time, besides its shards
+    embed_head: float = 0.0  # bytes of its part of embedding and head
+    trained_embed_head: float = 0.0  # bytes of the trained parameters in it
+    over: int = 1  # number of devices that divide the state of this part
+    batch: float = 0.0  # bytes of the batch
+
+
+def rank_bytes(
+    sizes: RankSizes, slots: Mapping[str, float] = NO_SLOTS, temporaries: int | None = None
+) -> dict[str, int]:
+    """Return the bytes on one device by part. slots: number of slots by name.
+
+    >>> rank_bytes(RankSizes(parameters=8, stash=3), {"stash": 2}, 1)["activations"]
+    6
     """
-    # 1. the state, and copies of parameters
-    params, layout, work, microbatch = step.params, step.layout, step.work, step.microbatch
-    layers, remat = layout.rank_layers, microbatch.remat
-    copied = layers  # number of layers in the compute dtype
-    # gather=layer: the current and the next layer, and this device's shards of all layers
-    if layout.mesh.fsdp > 1 and step.gather == "layer":
-        copied = min(2, layout.chunk_layers) + layers / layout.mesh.fsdp
-    copies = copied * params.layer + params.embed_head
-    sums = layers * params.trained_layer + params.trained_embed_head
-
-    # 2. values of microbatches
-    stashes = 0 if remat.keeps_input_only else slots.get("stash", 0)
-    kept = stashes * work.stash_bytes[remat] + slots.get("pending", 0) * work.pending_bytes[remat]
-    sent = work.x_bytes * sum(slots.get(name, 0) for name in SLOTS_OF_X)
-    return {
-        "parameters": round(step.kept(params.layer, params.embed_head)),
-        "optimizer": round(step.trained_bytes * params.moments),
-        "weights": round(copies * params.compute_ratio),
-        "gradients": sums,
-        "activations": round(microbatch.examples * kept * layout.chunk_layers),
-        "transfers": round(microbatch.examples * sent),
-        "batch": microbatch.example_bytes * microbatch.examples * microbatch.number,
+    kept = slots.get("stash", 0) * sizes.stash + slots.get("pending", 0) * sizes.pending
+    parts = {
+        "parameters": sizes.parameters,
+        "optimizer": sizes.optimizer,
+        "weights": sizes.weights,
+        "gradients": sizes.gradients,
+        "activations": kept,
+        "transfers": sizes.x * sum(slots.get(name, 0) for name in SLOTS_OF_X),
+        "batch": sizes.batch,
     }
+    parts |= {} if temporaries is None else {"temporaries": temporaries}
+    return {part: round(size) for part, size in parts.items()}
+
+
+def sizes_of(step: Step, share: RankShare | None = None) -> RankSizes:
+    """Return the estimated sizes of a rank's arrays; share=None: of executor=spmd's padded ranks.
+
+    The slots are those of the largest chunk (`PlannedLayout.chunk_layers`).
+    """
+    params, layout, work, microbatch = step.params, step.layout, step.work, step.microbatch
+    fsdp, chunk, remat = layout.mesh.fsdp, layout.chunk_layers, microbatch.remat
+    if share is None:
+        share = RankShare(
+            layers=layout.rank_layers,
+            stored=layout.rank_layers,
+            gathered=min(2, chunk),
+            embed_head=params.embed_head,
+            trained_embed_head=params.trained_embed_head,
+            over=layout.mesh.along(layout.embed_head_axes),
+            batch=microbatch.example_bytes * microbatch.examples * microbatch.number,
+        )
+    copied = share.layers / fsdp + share.gathered if step.gathers_by_layer else share.layers
+    trained = share.stored * params.trained_layer / fsdp + share.trained_embed_head / share.over
+    stash = 0 if remat.keeps_input_only else work.stash_bytes[remat]
+    return RankSizes(
+        parameters=share.stored * params.layer / fsdp + share.embed_head / share.over,
+        optimizer=trained * params.moments,
+        weights=(copied * params.layer + share.embed_head) * params.compute_ratio,
+        gradients=share.layers * params.trained_layer + share.trained_embed_head,
+        batch=share.batch,
+        stash=microbatch.examples * stash * chunk,
+        pending=microbatch.examples * work.pending_bytes[remat] * chunk,
+        x=microbatch.examples * work.x_bytes,
+    )
+
+
+def layer_bytes(step: Step, ends: Sequence[RankShare] = ()) -> LayerBytes:
+    """Return the bytes of a model's pieces on ranks of executor=mpmd.
+
+    ends: the shares of the embedding and of the head. Without them the result is a lower bound: it
+    also leaves out temporaries and values in transit.
+    """
+    step = step.with_layers(1, 1)
+    layer, padded = sizes_of(step, RankShare(layers=1)), sizes_of(step, RankShare(stored=1))
+    least = LayerBytes(layer.held, padded.held, layer.stash, layer.pending)
+    if not ends:
+        return least
+    embed, head = (sizes_of(step, share).held for share in ends)
+    return replace(
+        least,
+        # with remat=full stages keep only their inputs
+        stage_stash=layer.x if step.microbatch.remat.keeps_input_only else 0.0,
+        embed=embed,
+        head=head,
+        rank=VALUES * layer.x,
+        temporaries=partial(task_bytes, step),
+    )
 
 
 # temporaries
@@ -72,8 +159,10 @@ def task_bytes(step: Step, kind: str, layers: int, *, has_head: bool) -> int:
     has_head: whether the stage has the head, which runs forward and backward in the stage's
     forward, or with remat=full in its backward.
     """
-    # 1. logits and gradients
-    remat = step.microbatch.remat
+    # 1. gathered layers, logits and gradients
+    remat, gathered = step.microbatch.remat, 0
+    if step.gathers_by_layer and kind != "W":
+        gathered = min(2, layers) * round(step.params.layer * step.params.compute_ratio)
     runs_head = has_head and kind in (("B", "I") if remat.keeps_input_only else ("F", "forward"))
     logits, gradients = step.head_bytes if runs_head else 0.0, 0.0
     if kind in ("B", "W") and not step.adds_in_place(layers):
@@ -84,11 +173,12 @@ def task_bytes(step: Step, kind: str, layers: int, *, has_head: bool) -> int:
     # 2. residuals
     rest = _elementwise_bytes(step)
     if kind in ("F", "forward"):
-        return round(max(rest, logits))  # one layer at a time, then the head
+        return gathered + round(max(rest, logits))  # one layer at a time, then the head
     if kind == "I" and remat.recomputes:
-        return round(logits)  # recomputed residuals are results for W, not temporaries
+        # recomputed residuals are results for W, not temporaries
+        return gathered + round(logits)
     live = remat.live_residual_layers(layers) * step.work.residual_bytes * step.microbatch.examples
-    return round(live + max(rest + gradients + step.expert_bytes, logits))
+    return gathered + round(live + max(rest + gradients + step.expert_bytes, logits))
 
 
 def _elementwise_bytes(step: Step) -> float:

@@ -12,14 +12,12 @@ from typing import Any
 from ppctl.config import AutoHardware, Hardware, Plan
 from ppctl.config.field_checks import domains
 from ppctl.errors import ConfigError, nearest, suggested
-from ppctl.executors.model_shapes import Model, tree_bytes
+from ppctl.executors.model_shapes import Model
 from ppctl.executors.mpmd.dispatch_plan import ProgramId
 from ppctl.executors.mpmd.fused_tasks import FusedTasks
 from ppctl.executors.mpmd.plan_tasks import JOINS, TASKS
-from ppctl.executors.work.parameter_bytes import param_bytes
-from ppctl.executors.work.planned_step import Microbatch, PlannedLayout, Step
+from ppctl.executors.work.planned_step import Step
 from ppctl.executors.work.rank_bytes import reference_bytes, task_bytes, workspace_bytes
-from ppctl.executors.work.task_flops import work_of
 from ppctl.planner.cost.step_time import StepTime, op_times, step_time
 from ppctl.planner.cost.target_devices import DeviceLimit, Target
 from ppctl.schedule.costs import Costs
@@ -27,10 +25,10 @@ from ppctl.schedule.families.registry import BASELINE, build
 from ppctl.schedule.ir import MOST_TASKS, PART_KINDS
 from ppctl.schedule.piece_times import OpTimes, costs_of, costs_of_stages
 from ppctl.schedule.simulator import Timeline
-from ppctl.training.pipeline.job import TrainingJob, model_on
+from ppctl.training.pipeline.job import TrainingJob
 from ppctl.training.pipeline.known_hardware import described_only, known
-from ppctl.training.pipeline.layer_optimizers import LayerOptimizer
 from ppctl.training.pipeline.pipeline import Pipeline
+from ppctl.training.pipeline.pipeline_step import model_on, pipeline_step
 from ppctl.training.run.run_lines import StepPrediction
 
 Tree = Any
@@ -83,7 +81,7 @@ def predict_job(job: TrainingJob) -> PipelinePlan:
 
 def predict_pipeline(pipe: Pipeline, counted: Model, target: Target) -> PipelinePlan:
     """Return the prediction for a pipeline. counted: the pipeline's model with target's kernels."""
-    step, hardware = pipeline_step(pipe, counted, target), target.known_hardware
+    step, hardware = _step(pipe, counted, target), target.known_hardware
     name = None if hardware is None else hardware.name
     known = name, target.dtype, memory_of(pipe, step), target.limit, pipe.bubble()
     unknown = target.unknown
@@ -175,31 +173,12 @@ def target_of(job: TrainingJob) -> Target:
 
 def step_of(job: TrainingJob) -> Step:
     """Return the step of a job on the target devices of its plan."""
-    return pipeline_step(job.pipe, job.counted_model, target_of(job))
+    return _step(job.pipe, job.counted_model, target_of(job))
 
 
-def pipeline_step(pipe: Pipeline, counted: Model, target: Target) -> Step:
-    """Return the step of a pipeline; counted: its model with the target's kernels."""
-    execution, model, schedule = pipe.execution, pipe.model, pipe.schedule
-    examples, number = model.microbatch["inputs"].shape[0], schedule.num_microbatches
-    example_bytes = tree_bytes(model.microbatch) // examples
-    sizes = [len(layers) for layers in pipe.partition]
-    largest = execution.engine.rank_layers(sizes, schedule.rank_of)
-    # executor=reference adds whole gradients after each microbatch, and casts parameters before it
-    is_alone = not execution.engine.is_pipelined
-    optimizer = pipe.optimizer
-    flops = optimizer.layer_flops if isinstance(optimizer, LayerOptimizer) else 0
-    return Step(
-        work_of(counted),
-        param_bytes(pipe.states.natural, model, pipe.layout.of_rank.shards, flops),
-        PlannedLayout(pipe.meshes.sizes, largest, max(sizes), schedule.vocab_parts),
-        Microbatch(examples, number, example_bytes, execution.remat),
-        target.machine if target.unknown is None else None,
-        execution.gather,
-        execution.unroll,
-        adds=target.adds_products and not is_alone,
-        casts=number if is_alone else 1,
-    )
+def _step(pipe: Pipeline, counted: Model, target: Target) -> Step:
+    machine = target.machine if target.unknown is None else None
+    return pipeline_step(pipe, counted, machine, adds=target.adds_products)
 
 
 # the bytes and the seconds of a job
@@ -207,34 +186,24 @@ def pipeline_step(pipe: Pipeline, counted: Model, target: Target) -> Step:
 
 def memory_of(pipe: Pipeline, step: Step) -> tuple[Mapping[str, int], ...]:
     """Return the bytes of one device of each rank, by part, with predicted temporaries."""
-    # 1. sizes of gathered layers
-    params, layout = step.params, step.layout
-    layer_bytes = round(params.layer * params.compute_ratio)
-    whole_before_tasks = pipe.model.layer_specs is None
-
-    # 2. temporaries of a task, of a program, and of the step
-    def task(kind: str, role: Any) -> int:
-        layers = role.num_layers
-        gathered = 0 if whole_before_tasks or kind == "W" else min(2, layers) * layer_bytes
-        return gathered + task_bytes(step, kind, layers, has_head=role.is_last)
+    params, has_whole_layers = step.params, not step.gathers_by_layer
 
     def of_program(program: ProgramId | None) -> int:
         """Return the temporary bytes of a program of executor=mpmd; None: those of a whole step."""
         if program is None:
-            return (
-                workspace_bytes(step)
-                if pipe.execution.engine.is_pipelined
-                else reference_bytes(step)
-            )
+            is_pipelined = pipe.execution.engine.is_pipelined
+            return workspace_bytes(step) if is_pipelined else reference_bytes(step)
         if isinstance(program.shape, FusedTasks):
             return sum(map(of_program, program.shape.programs))
         if program.kind in (*PART_KINDS, *JOINS):
             return round(step.head_bytes) if program.kind == "T" else 0
         if program.kind in TASKS:
-            return task(program.kind, program.shape)
+            stage = program.shape
+            return task_bytes(step, program.kind, stage.num_layers, has_head=stage.is_last)
         # all layers of the rank, gathered
-        if program.kind == "prepare" and layout.mesh.fsdp > 1 and whole_before_tasks:
-            return sum(role.num_layers for role in program.shape.stages) * layer_bytes
+        if program.kind == "prepare" and step.layout.mesh.fsdp > 1 and has_whole_layers:
+            num_layers = sum(role.num_layers for role in program.shape.stages)
+            return num_layers * round(params.layer * params.compute_ratio)
         if program.kind == "reduce":  # stacked gradients, before their sum
             return program.shape.num_layers * params.trained_layer
         return 0

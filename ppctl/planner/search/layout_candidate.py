@@ -14,7 +14,13 @@ from typing import Any
 
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.executors.work.planned_step import Step
-from ppctl.executors.work.rank_bytes import array_bytes, task_bytes, workspace_bytes
+from ppctl.executors.work.rank_bytes import (
+    layer_bytes,
+    rank_bytes,
+    sizes_of,
+    task_bytes,
+    workspace_bytes,
+)
 from ppctl.planner.cost.step_time import StepTime, op_times, step_time
 from ppctl.planner.search.layout_space import Bounds
 from ppctl.schedule import placement_costs
@@ -27,7 +33,7 @@ from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.schedule.partition.cut_layers import divided_evenly as divided
 from ppctl.schedule.partition.partition import explicit
 from ppctl.schedule.piece_times import OpTimes
-from ppctl.schedule.placement_costs import LayerBytes, LayerCosts
+from ppctl.schedule.placement_costs import LayerCosts
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.tick_lowering import fastest, in_shape, packings
 from ppctl.schedule.vocabulary_parallel import with_parts, with_vocabulary
@@ -156,15 +162,16 @@ class Placed:
 
         The bytes of embedding, head and examples are left out.
         """
-        step, space, examples = self.step, self.layout.bounds.space, self.step.microbatch.examples
-        remat, params, fsdp = step.microbatch.remat, step.params, step.layout.mesh.fsdp
-        copies = 1 / fsdp if step.gather == "layer" else 1.0
-        padded, layer = params.held(params.layer, params.trained_layer, fsdp, copies)
-        stash = 0 if remat.keeps_input_only else step.work.stash_bytes[remat] * examples
-        held = LayerBytes(layer, padded, stash, step.work.pending_bytes[remat] * examples)
+        step, space = self.step, self.layout.bounds.space
         partition = explicit(space.num_layers, len(self.sizes), self.sizes)
-        how = {"keeps_input": remat.keeps_input_only, "split": self.placed.is_split}
-        costs = LayerCosts(space.layer_costs, self._op_times, lambda _: partition, held, **how)
+        costs = LayerCosts(
+            space.layer_costs,
+            self._op_times,
+            lambda _: partition,
+            layer_bytes(step),
+            keeps_input=step.microbatch.remat.keeps_input_only,
+            split=self.placed.is_split,
+        )
         return costs.on(self.placed.rank_of)
 
     @cached_property
@@ -194,8 +201,8 @@ class Placed:
 
         # 2. bytes
         if space.engine.in_ticks:
-            arrays = array_bytes(step, self._along(slots))
-            least_bytes = sum(arrays.values()) + workspace_bytes(step)
+            held = rank_bytes(sizes_of(step), self._along(slots), workspace_bytes(step))
+            least_bytes = sum(held.values())
         else:
             least_bytes = max(self.least_bytes, self._fullest_bytes)
 

@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import product
 
 from ppctl.executors.work.planned_step import Microbatch, Step
-from ppctl.executors.work.rank_bytes import array_bytes
+from ppctl.executors.work.rank_bytes import rank_bytes, sizes_of
 from ppctl.planner.cost.step_time import op_times
 from ppctl.schedule.engine_traits import IN_TICKS, EngineTraits
 from ppctl.schedule.families.registry import BASELINE, FAMILIES
@@ -135,7 +135,8 @@ class Bounds:
         # only the first and last stages hold embed_head; the fullest rank has at least the mean
         if not (self.space.engine.in_ticks or self.vocab_parts):
             step = replace(step, params=step.params.with_embed_head_over(pp))
-        return sum(array_bytes(step.with_layers(share, share), {"stash": number}).values())
+        sizes = sizes_of(step.with_layers(share, share))
+        return sum(rank_bytes(sizes, {"stash": number}).values())
 
     @property
     def may_gain_by_parts(self) -> bool:

@@ -25,9 +25,9 @@ from ppctl.schedule.families.registry import family
 from ppctl.training.pipeline.build_pipeline import pipeline
 from ppctl.training.pipeline.call_checks import compute_dtype, whole_number
 from ppctl.training.pipeline.execution import spmd
-from ppctl.training.pipeline.job import model_on
 from ppctl.training.pipeline.known_hardware import default_dtype, described_device, described_only
 from ppctl.training.pipeline.pipeline_request import layered_stack, shapes_of
+from ppctl.training.pipeline.pipeline_step import model_on
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, permutations
 
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.execution_order import NEVER, ChoosingRanks, Jobs, Orders
+from ppctl.schedule.execution_order import NEVER, ChoosingRanks, Chosen, Jobs, Orders
 from ppctl.schedule.families.stage_placement import v_shape
 from ppctl.schedule.ir import Kind, Schedule, Task
 from ppctl.schedule.placement_costs import Ledger
@@ -154,13 +154,13 @@ def squeeze(
     patterns = [_Pattern(jobs, ranks, r, of_rank, cap) for r, of_rank in enumerate(priority)]
     first_backward_s = NEVER  # seconds, on rank 0
 
-    def choose(r: int, now_s: float) -> tuple[int | None, float]:
+    def choose(r: int, now_s: float) -> Chosen:
         nonlocal first_backward_s
         warm = reorder and now_s <= first_backward_s
-        task, later_s = patterns[r].choose(now_s, warm=warm, cool=reorder, patience=patience)
-        if r == 0 and task is not None and jobs.tasks[task].kind == "I":
+        tasks, at_s = patterns[r].choose(now_s, warm=warm, cool=reorder, patience=patience)
+        if r == 0 and any(jobs.tasks[task].kind == "I" for task in tasks):
             first_backward_s = min(first_backward_s, now_s)
-        return task, later_s
+        return tasks, at_s
 
     return ranks.run(choose)
 
@@ -202,10 +202,8 @@ class _Pattern:
         self.takes = [n + more for n, more in zip(rise, reserves, strict=False)]
         self.pending: deque[int] = deque()  # tasks W whose I has run, oldest first
 
-    def choose(
-        self, now_s: float, *, warm: bool, cool: bool, patience: float
-    ) -> tuple[int | None, float]:
-        """Return (task to run, now_s), or (None, time of the next try in seconds).
+    def choose(self, now_s: float, *, warm: bool, cool: bool, patience: float) -> Chosen:
+        """Return the task to run now, or the time of the next try in seconds.
 
         The rank runs the line whose task is first by priority. warm: it may run any other line
         (rank 0 has run no backward yet). cool: it may run another line of I after its last F down.
@@ -222,7 +220,7 @@ class _Pattern:
                 continue
             arrives_s = self.ranks.ready_s(self.lines[line][self.at[line]])
             if arrives_s <= now_s:
-                return self._run(line), now_s
+                return (self._run(line),), now_s
             later_s = min(later_s, arrives_s)
             if not (cool or warm):
                 break
@@ -231,8 +229,8 @@ class _Pattern:
             weight_grad = self.pending[0]
             if later_s >= now_s + patience * self.jobs.seconds[weight_grad]:
                 self.live += self.jobs.change[weight_grad]
-                return self.pending.popleft(), now_s
-        return None, later_s
+                return (self.pending.popleft(),), now_s
+        return (), later_s
 
     def _run(self, line: int) -> int:
         m = self.at[line]

@@ -190,10 +190,10 @@ class _Search:
         if placed is None:
             return
         # 1. the bound of its tasks, and its order as priorities
-        costs, ledger, limit = placed.costs, self.ledger(placed, schedule), self.limit(schedule)
-        free = Jobs(split_backward(schedule), costs, ledger)
+        costs, limit, split = placed.costs, self.limit(schedule), split_backward(schedule)
+        free = Jobs(split, costs, self.ledger(placed, split))
         self.priorities.append((label, free))
-        self.bounds_s.append(bound_under_cap_s(free.schedule, costs, ledger, limit))
+        self.bounds_s.append(bound_under_cap_s(split, costs, free.ledger, limit))
         # 2. the schedule itself, if it fits
         try:
             holds = self.holds(schedule)
@@ -202,7 +202,7 @@ class _Search:
         unit = schedule.num_chunks if self.limit_bytes is None else 1
         self.smallest = min(self.smallest, (holds / unit, label))
         if holds <= limit:
-            jobs = Jobs(schedule, costs, ledger)
+            jobs = Jobs(schedule, costs, self.ledger(placed, schedule))
             self._add(label, jobs, jobs.first, schedule)
 
     def fill_all(self) -> None:

@@ -4,7 +4,7 @@ A greedy run reorders a schedule at given costs and under a memory cap. Each ran
 if its next task has to wait, it runs a later task that is ready, if memory allows.
 """
 
-from ppctl.schedule.execution_order import NEVER, ChoosingRanks, Jobs, Orders
+from ppctl.schedule.execution_order import NEVER, ChoosingRanks, Chosen, Jobs, Orders
 
 WINDOW = 48  # next tasks that a greedy rank searches for a ready one
 
@@ -34,14 +34,14 @@ class _Greedy:
         self.rest = [list(order) for order in orders]
         self.live = list(jobs.held)
 
-    def choose(self, rank: int, now_s: float) -> tuple[int | None, float]:
-        """Return (task to run, now_s), or (None, time in seconds when one can run)."""
+    def choose(self, rank: int, now_s: float) -> Chosen:
+        """Return the task to run now, or the time in seconds when one can run."""
         place, later_s = self._place(rank, now_s) if self.rest[rank] else (None, NEVER)
         if place is None:
-            return None, later_s
+            return (), later_s
         task = self.rest[rank].pop(place)
         self.live[rank] += self.jobs.change[task]
-        return task, now_s
+        return (task,), now_s
 
     def _place(self, rank: int, now_s: float) -> tuple[int | None, float]:
         """Return (index in rest[rank], now_s), or (None, time in seconds when a task can run)."""

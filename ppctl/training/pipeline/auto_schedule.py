@@ -2,8 +2,8 @@
 
 Both are computed from the request and array shapes, so every process and command finds the same
 schedule. With executor=mpmd a rank holds its layers, residuals and values in transit. With
-executor=spmd every rank holds as many layers as the largest rank, and buffer slots. Temporaries of
-tasks and of the update are not counted.
+executor=spmd every rank holds as many layers as the largest rank, and buffer slots. The temporaries
+are those of the rank's largest task, or of the whole program; the update's are not counted.
 """
 
 from collections.abc import Callable
@@ -11,17 +11,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ppctl.executors.layer_placement import Placement
-from ppctl.executors.model_shapes import shard_bytes, tree_bytes
-from ppctl.executors.spmd.spmd_program import spmd_bytes, waiting_bytes
-from ppctl.executors.work.parameter_bytes import param_bytes
+from ppctl.executors.model_shapes import tree_bytes
+from ppctl.executors.spmd.spmd_program import spmd_sizes
+from ppctl.executors.work.planned_step import Step
+from ppctl.executors.work.rank_bytes import RankShare, layer_bytes, rank_bytes, workspace_bytes
+from ppctl.schedule.engine_traits import IN_TICKS
 from ppctl.schedule.partition.partition import Partition
 from ppctl.schedule.piece_times import OpTimes, PieceTimes
 from ppctl.schedule.placement_costs import LayerBytes, LayerCosts
 from ppctl.schedule.tick_lowering import Ticks
 from ppctl.training.pipeline.engines.train_states import States
 from ppctl.training.pipeline.pipeline import Pipeline
-
-VALUES = 4  # number of values in transit at a rank, each an activation or gradient
+from ppctl.training.pipeline.pipeline_step import model_on, pipeline_step
 
 
 @dataclass(frozen=True)
@@ -44,35 +45,36 @@ class ModelCosts:
         held, keeps_input = self._bytes() if with_bytes else LayerBytes(), remat.keeps_input_only
         return LayerCosts(relative.layers, times, self.divide, held, keeps_input=keeps_input)
 
+    @cached_property
+    def _step(self) -> Step:
+        """The counted step of the probe. No product adds its result to a sum, as on any device."""
+        return pipeline_step(self.probe, model_on(self.probe, None))
+
     def _bytes(self) -> LayerBytes:
         """Return the bytes of a layer, embedding, head and values in transit, for executor=mpmd."""
-        # 1. layers
-        probe, model, fsdp = self.probe, self.probe.model, self.probe.meshes.sizes.fsdp
-        params = param_bytes(probe.states.natural, model, probe.layout.of_rank.shards)
-        stash, pending = waiting_bytes(model, 1, with_pending=True)
-        copies = 1 / fsdp if probe.execution.gathers_by_layer else 1.0
-        padded, layer = params.held(params.layer, params.trained_layer, fsdp, copies)
-
-        # 2. the embedding with the inputs, the head with the targets
-        embed_head, sizes = model.held["embed_head"], list[float]()
+        model, step = self.probe.model, self._step
+        embed_head, ends = model.held["embed_head"], list[RankShare]()
         for use, name in zip(model.uses, ("inputs", "targets"), strict=True):
-            whole = tree_bytes(model.keep(embed_head, use))
-            trained = tree_bytes(model.keep(model.trained_embed_head(embed_head), use))
-            held = params.held(whole, trained, fsdp)
-            sizes.append(sum(held) + tree_bytes(model.microbatch[name]) * model.num_microbatches)
-
-        # 3. stashed values and values in transit; with remat=full stages keep only their inputs
-        x, keeps_input = tree_bytes(model.x), probe.execution.remat.keeps_input_only
-        waiting = (0.0, pending, x) if keeps_input else (stash, pending, 0.0)
-        return LayerBytes(layer, padded, *waiting, *sizes, rank=VALUES * x)
+            share = RankShare(
+                embed_head=tree_bytes(model.keep(embed_head, use)),
+                trained_embed_head=tree_bytes(
+                    model.keep(model.trained_embed_head(embed_head), use)
+                ),
+                over=step.layout.mesh.fsdp,
+                batch=tree_bytes(model.microbatch[name]) * model.num_microbatches,
+            )
+            ends.append(share)
+        return layer_bytes(step, ends)
 
     def in_ticks_bytes(self, lowered: Ticks) -> int:
-        """Return the bytes of the state, buffers and batch on one device with executor=spmd."""
-        probe, states = self.probe, self._states(lowered.schedule.rank_of)
-        layers = states.staged["params"]["layers"]
-        held = spmd_bytes(probe.model, states.layout, lowered, layers)
-        state = sum(shard_bytes(states.staged[part]) for part in ("params", "optimizer"))
-        return state + sum(held.values()) + probe.engine.memory()[0]["batch"]
+        """Return the bytes of a rank with executor=spmd."""
+        probe, rank_of, slots = self.probe, lowered.schedule.rank_of, lowered.num_slots
+        states = self._states(rank_of)
+        splits = bool(slots.get("pending"))
+        sizes = spmd_sizes(probe.model, states.layout, states.staged, splits=splits)
+        counts = [len(layers) for layers in states.layout.placement.partition]
+        step = self._step.with_layers(IN_TICKS.rank_layers(counts, rank_of), max(counts))
+        return sum(rank_bytes(sizes, slots, workspace_bytes(step)).values())
 
     def _states(self, rank_of: tuple[int, ...]) -> States:
         """Return the states of the model; rank_of: the rank of each stage. Memoized."""

@@ -40,7 +40,7 @@ from ppctl.training.pipeline.jax_start import check_memory_fraction, start_jax
 from ppctl.training.pipeline.known_hardware import described_device
 from ppctl.training.pipeline.named_optimizers import make_optimizer
 from ppctl.training.pipeline.pipeline import Pipeline
-from ppctl.training.pipeline.pipeline_request import divided_stack
+from ppctl.training.pipeline.pipeline_step import model_on
 from ppctl.training.pipeline.user_code import custom_data
 
 Tree = Any
@@ -89,28 +89,6 @@ class TrainingJob:
         """The requested hardware if the mesh has other devices, else None."""
         kind = self.pipe.meshes.device.device_kind
         return hardware_of.described_only(self.config.hardware, kind)
-
-
-def model_on(
-    pipe: Pipeline,
-    hardware: settings.Hardware | None,
-    stack: Stack | None = None,
-    imbalance: float = 1.0,
-) -> Model:
-    """Return a pipeline's model on one device, with the kernels of `hardware`.
-
-    hardware: None for the hardware of the mesh. stack: the model with those kernels, if already
-    made. imbalance: as in `StackOptions.counted`.
-    """
-    if stack is None:
-        stack, on_device = pipe.stack, pipe.stack.options.on_device
-        if hardware is not None and on_device is not None:
-            stack = on_device(described_device(hardware) or pipe.meshes.device)
-        stack = stack.counted(imbalance)
-        if stack is pipe.stack:
-            return pipe.model
-    divided = divided_stack(stack, pipe.model.axes, pipe.batch_shapes)
-    return replace(pipe.model, stack=stack.in_shards(divided), parts=divided.parts)
 
 
 def num_eval_batches(run: settings.Run, data: DataSet) -> int:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from math import prod
 from typing import Any
 
 import jax
@@ -24,12 +23,11 @@ from ppctl.schedule.families.registry import FamilyWithKnobs, family
 from ppctl.schedule.fused_pairs import with_pairs
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.mesh_axes import (
-    DATA_AXES,
     SHARD_AXES,
     MeshSizes,
     axes_dividing,
+    check_batch,
     check_sequences,
-    product_text,
 )
 from ppctl.schedule.partition.partition import Partition, explicit, uniform
 from ppctl.schedule.scheduled_step import ScheduledStep
@@ -72,14 +70,7 @@ def schedule_for(
     knobs: settings of a schedule family, by name. shapes: shapes of a global batch.
     """
     plan = _schedule_for(schedule, mesh.shape["pp"], num_microbatches, knobs)
-    size, sizes = num_examples(shapes["inputs"]), MeshSizes.of(mesh.shape).shown(DATA_AXES)
-    factors = {"num_microbatches": plan.num_microbatches} | sizes
-    multiple = prod(factors.values())
-    if size == 0 or size % multiple:
-        remedy = f"Use {max(1, -(-size // multiple)) * multiple}, or fewer microbatches."
-        raise ConfigError(
-            f"batch size {size} is not a multiple of {product_text(factors)}. {remedy}"
-        )
+    check_batch(num_examples(shapes["inputs"]), plan.num_microbatches, MeshSizes.of(mesh.shape))
     return plan
 
 

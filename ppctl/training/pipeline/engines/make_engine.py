@@ -12,7 +12,7 @@ from ppctl.errors import ConfigError
 from ppctl.executors.model_shapes import Model
 from ppctl.executors.parameter_layout import Layout, layer_specs, shapes_on_device
 from ppctl.executors.reference import reference
-from ppctl.executors.spmd.spmd_program import spmd, spmd_bytes
+from ppctl.executors.spmd.spmd_program import spmd, spmd_sizes, state_sizes
 from ppctl.model.stack import DividedStack, Stack, num_examples
 from ppctl.schedule.mesh_axes import DATA_AXES, MeshSizes
 from ppctl.schedule.scheduled_step import ScheduledStep
@@ -53,15 +53,17 @@ def make_engine(
         return Mpmd(*arguments)
     # 2. the reference
     if step.ticks is None:
-        functions, held = _by_reference(model, states.layout, execution), {}
+        functions = _by_reference(model, states.layout, execution)
+        sizes, slots = state_sizes(model, states.staged), {}
     # 3. spmd
     else:
         in_ticks, evaluation = partial(spmd, model, states.layout), step.evaluation.ticks
         assert evaluation is not None, "lowered as the step is"
         functions = in_ticks(step.ticks), in_ticks(evaluation)
-        held = spmd_bytes(model, states.layout, step.ticks, states.staged["params"]["layers"])
+        slots = step.ticks.num_slots
+        sizes = spmd_sizes(model, states.layout, states.staged, splits=bool(slots.get("pending")))
     options = execution.xla_flags, model.stack.takes_key
-    return OneProgram(states, shapes, *functions, *how, held, *options)
+    return OneProgram(states, shapes, *functions, *how, sizes, slots, *options)
 
 
 def model_of(

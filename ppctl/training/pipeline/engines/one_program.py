@@ -15,8 +15,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ppctl.executors.compiler_options import Flags, compiled_quickly, temp_bytes, total_bytes
-from ppctl.executors.model_shapes import shard_bytes, shard_shapes
+from ppctl.executors.model_shapes import shard_shapes
 from ppctl.executors.programs_under_way import ProgramsUnderWay
+from ppctl.executors.work.rank_bytes import RankSizes, rank_bytes
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.random_keys import SEED, key_of_seed, with_example_keys
 from ppctl.schedule.mesh_axes import DATA_AXES
@@ -26,7 +27,6 @@ from ppctl.training.pipeline.engines.train_states import PlacedBatches, States, 
 from ppctl.training.pipeline.optimizers import Optimizer, train_step
 
 Tree = Any
-STATE_PARTS = {"parameters": "params", "optimizer": "optimizer"}
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class OneProgram:
     loss_of: Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]
     optimizer: Optimizer
     lr_schedule: optax.Schedule | None = None
-    held: Mapping[str, int] = field(default_factory=dict)  # bytes of buffers on a device, by part
+    sizes: RankSizes = field(default_factory=RankSizes)  # sizes of a device's arrays
+    slots: Mapping[str, int] = field(default_factory=dict)  # number of slots by name
     flags: Flags = ()  # compiler options
     takes_key: bool = False  # whether layers take a random key
     compiled: dict[str, jax.stages.Compiled] = field(default_factory=dict)
@@ -131,16 +132,13 @@ class OneProgram:
         temporaries: gives the bytes of a program's temporaries. None: the compiled step's total
         minus the other parts; no temporaries before `compile`.
         """
-        staged, step = self.states.staged, self.compiled.get("step")
-        of_rank = {name: shard_bytes(staged[key]) for name, key in STATE_PARTS.items()}
-        of_rank |= {**self.held, "batch": shard_bytes(self.placed_batch)}
-        if temporaries is not None:
-            of_rank["temporaries"] = temporaries(None)
-        elif step is not None:
+        predicted = None if temporaries is None else temporaries(None)
+        of_rank = rank_bytes(self.sizes, self.slots, predicted)
+        if predicted is None and (step := self.compiled.get("step")) is not None:
             rest = total_bytes(step) - sum(of_rank.values())
             # less than the parts: `weights` counts a copy of the layers that XLA did not make
             if rest < 0:
-                of_rank["weights"] = max(0, of_rank.get("weights", 0) + rest)
+                of_rank["weights"] = max(0, of_rank["weights"] + rest)
             of_rank["temporaries"] = max(0, rest)
         return (of_rank,) * self.states.layout.mesh.shape["pp"]
 
