@@ -80,8 +80,7 @@ def launch(
 
     # 3. start, and restart after crashes
     with errors, stop_requests() as events:
-        newest = lambda: newest_checkpoint(run_dir)  # noqa: E731
-        code = with_restarts(start, settings.max_restarts, newest, _say)
+        code = with_restarts(start, settings.max_restarts, lambda: newest_checkpoint(run_dir), _say)
         code = LostError.exit_code if code > KILLED and code not in LEFT else code
         document = error_of(Path(errors.name), code, why) if code else None
         if document is not None and not leave_error(document) and as_json:

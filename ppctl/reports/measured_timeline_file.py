@@ -161,8 +161,10 @@ def read_profile(file: Path, schedule: Schedule) -> tuple[Timeline, int]:
     # 2. the step of median length
     spans = sorted(whole, key=_length_s)[(len(whole) - 1) // 2]
     timeline = measured_timeline(schedule, spans)
-    order = lambda task: (timeline.start_s[task], timeline.end_s[task])  # noqa: E731
-    ranks = tuple(tuple(sorted(tasks, key=order)) for tasks in schedule.ranks)
+    ranks = tuple(
+        tuple(sorted(tasks, key=lambda task: (timeline.start_s[task], timeline.end_s[task])))
+        for tasks in schedule.ranks
+    )
     as_run = validate(replace(schedule, ranks=ranks))
     _sound(as_run.ranks, spans)
     return replace(timeline, schedule=as_run), len(whole)

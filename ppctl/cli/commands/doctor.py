@@ -242,8 +242,9 @@ def _exchanges(mesh: Mesh, length: int, number: int) -> tuple[float, bool]:
     """
 
     def local(x: jax.Array) -> jax.Array:
-        swap = lambda _, x: jax.lax.ppermute(x, "pair", [(0, 1), (1, 0)])  # noqa: E731
-        return jax.lax.fori_loop(0, number, swap, x)
+        return jax.lax.fori_loop(
+            0, number, lambda _, x: jax.lax.ppermute(x, "pair", [(0, 1), (1, 0)]), x
+        )
 
     run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("pair"), out_specs=P("pair")))
     numbers, placed = (

@@ -134,8 +134,10 @@ class LayerOptimizer:
             updates, state = (self.layout.of_rank.padded(tree, STAGED) for tree in (updates, state))
         if (slots < 0).any():
             is_held = lambda u: (slots >= 0).reshape(*slots.shape, *[1] * (u.ndim - STAGED))  # noqa: E731
-            zeroed = lambda u: jnp.where(is_held(u), u, 0)  # noqa: E731
-            updates = {**updates, "layers": jax.tree.map(zeroed, updates["layers"])}
+            updates = {
+                **updates,
+                "layers": jax.tree.map(lambda u: jnp.where(is_held(u), u, 0), updates["layers"]),
+            }
         return updates, state
 
     def _part(
@@ -196,8 +198,12 @@ def one_layer_of(stack: Stack) -> Tree:
 
 
 def _with_one_layer(params: Tree) -> Tree:
-    of_one = lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype)  # noqa: E731
-    return {**params, "layers": jax.tree.map(of_one, params["layers"])}
+    return {
+        **params,
+        "layers": jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"]
+        ),
+    }
 
 
 def update_flops(optimizer: optax.GradientTransformation, one_layer: Tree) -> int:

@@ -65,8 +65,9 @@ def few_examples(
     batch = {name: batch[name] for name in shapes}
     arrays = jax.tree.leaves(batch)
     if all(isinstance(a, np.ndarray) or getattr(a, "is_fully_addressable", False) for a in arrays):
-        first = lambda a, shape: np.asarray(a[:number], shape.dtype)  # noqa: E731
-        return jax.tree.map(first, batch, dict(shapes))
+        return jax.tree.map(
+            lambda a, shape: np.asarray(a[:number], shape.dtype), batch, dict(shapes)
+        )
     return jax.tree.map(lambda a: _made_up((number, *a.shape[1:]), a.dtype), dict(shapes))
 
 

@@ -68,15 +68,18 @@ def _muon(of: settings.Muon, rates: optax.Schedule) -> optax.GradientTransformat
     # separate coefficients per iteration let optax scan: on CPUs twice as fast as unrolled
     sizes: dict[str, Any] = {"ns_coeffs": (NEWTON_SCHULZ,) * 5, "beta": of.momentum}
     sizes |= {"weight_decay": of.weight_decay}
-    every = lambda params: jax.tree.map(lambda _: MATRIX, params)  # noqa: E731
     matrices = matrices_by_muon(
-        rates, **sizes, consistent_rms=of.update_rms, muon_weight_dimension_numbers=every
+        rates,
+        **sizes,
+        consistent_rms=of.update_rms,
+        muon_weight_dimension_numbers=lambda params: jax.tree.map(lambda _: MATRIX, params),
     )
 
     def kinds(params: Tree) -> Tree:
         is_matrix = lambda path, a: a.ndim > 1 and names_of(path[:1]) == ("layers",)  # noqa: E731
-        kind = lambda path, a: "muon" if is_matrix(path, a) else "adamw"  # noqa: E731
-        return jax.tree_util.tree_map_with_path(kind, params)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, a: "muon" if is_matrix(path, a) else "adamw", params
+        )
 
     return optax.partition({"muon": matrices, "adamw": _adamw(of, rates)}, kinds)
 

@@ -63,8 +63,9 @@ def decays(params: Any) -> Any:
 
     params: the author's tree, as a `ModelOptimizer` passes it to optimizers.
     """
-    is_matrix = lambda path, a: a.ndim > 1 and names_of(path[-1:])[0] not in NO_DECAY  # noqa: E731
-    return jax.tree_util.tree_map_with_path(is_matrix, params)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, a: a.ndim > 1 and names_of(path[-1:])[0] not in NO_DECAY, params
+    )
 
 
 adamw = partial(optax.adamw, mask=decays)
@@ -142,8 +143,9 @@ def init_state(params: Tree, optimizer: Optimizer, trainable: Tree = True) -> Tr
 
 def state_shapes(stack: Stack, optimizer: Optimizer) -> Tree:
     """Return the shapes of a model's `init_state`."""
-    start = lambda params: init_state(params, optimizer, stack.options.trainable)  # noqa: E731
-    return jax.eval_shape(start, stack.param_shapes)
+    return jax.eval_shape(
+        lambda params: init_state(params, optimizer, stack.options.trainable), stack.param_shapes
+    )
 
 
 def train_step(

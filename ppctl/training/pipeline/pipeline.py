@@ -178,8 +178,7 @@ class Pipeline:
         return self.engine.loss_and_grads(self._state_checks.checked(state), self.put(batch))
 
     def _is_whole(self, batch: Mapping[str, Any]) -> bool:
-        is_array = lambda a: not isinstance(a, Mapping)  # noqa: E731
-        arrays = jax.tree.leaves(batch["inputs"], is_leaf=is_array)
+        arrays = jax.tree.leaves(batch["inputs"], is_leaf=lambda a: not isinstance(a, Mapping))
         return [np.shape(a)[:1] for a in arrays[:1]] == [(self.batch_size,)]
 
     def evaluate(self, state: Tree, batch: Mapping[str, Any]) -> dict[str, jax.Array]:

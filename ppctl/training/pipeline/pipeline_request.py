@@ -125,8 +125,9 @@ def layered_stack(
             raise ConfigError(f"{why}. Leave it out.")
         return model
     layers = None if layers is None else whole_number("layers", layers, 1)
-    two = lambda a: jax.ShapeDtypeStruct((2, *a.shape[1:]), a.dtype)  # noqa: E731
-    inputs = jax.tree.map(two, shapes["inputs"])
+    inputs = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct((2, *a.shape[1:]), a.dtype), shapes["inputs"]
+    )
     wide = jnp.promote_types(dtype, parameter_dtype(model))  # dtype of the parameters
     how = {"inputs": inputs, "dtype": wide, "compute": dtype}
     return stack_of(TracedNetwork(model, layers, auto=layers is not None, **how))

@@ -75,9 +75,10 @@ def places_in(state: Tree, params: Tree) -> list[Place]:
     spots, treedef = jax.tree.flatten(params, is_leaf=lambda a: a is None)
     numbers = (np.cumsum([spot is not None for spot in spots]) - 1).tolist()
     counts_of = lambda node: _leaf_counts(treedef, jax.tree.structure(node))  # noqa: E731
-    is_like = lambda node: counts_of(node) is not None  # noqa: E731
     places = []
-    for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_like):
+    for path, node in jax.tree_util.tree_leaves_with_path(
+        state, is_leaf=lambda node: counts_of(node) is not None
+    ):
         above, counts = names_of(path), counts_of(node)
         if counts is None:
             places.append(Place(above, None, "/".join(above)))
@@ -134,12 +135,12 @@ def update_formulas(optimizer: optax.GradientTransformation, params: Tree) -> li
     """
     # 1. the program of an update
     update = optax.with_extra_args_support(optimizer).update
-    shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)  # noqa: E731
-    params = jax.tree.map(shape, params)
+    params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), params)
     state = jax.eval_shape(optimizer.init, params)
-    run = lambda g, s, p, norm: update(g, s, p, norm=norm)  # noqa: E731
     norm = jax.ShapeDtypeStruct((), jnp.float32)
-    closed, out = jax.make_jaxpr(run, return_shape=True)(params, state, params, norm)
+    closed, out = jax.make_jaxpr(
+        lambda g, s, p, norm: update(g, s, p, norm=norm), return_shape=True
+    )(params, state, params, norm)
     # 2. the formulas of the program's inputs
     paths = [names_of(path) for path, _ in _flat(params)]
     own = lambda kind, i: Formula(frozenset({i}), True, hash(kind))  # noqa: E731

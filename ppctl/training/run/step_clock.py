@@ -63,8 +63,7 @@ class StepClock:
 
     def _wait(self) -> None:
         end_s, early = 0.0, list[Watched | None]()  # early: the next in line, if taken too early
-        take = lambda: early.pop() if early else self._steps.get()  # noqa: E731
-        for first in iter(take, None):
+        for first in iter(lambda: early.pop() if early else self._steps.get(), None):
             _failure(first)
             now_s, steps = time.perf_counter(), [first]
             while not (early or self._steps.empty()):

@@ -130,8 +130,7 @@ class PlainModel:
             states = jax.device_get(updated)
         # 3. the final states, their difference, and an evaluation
         before, after, *shifted = map(stacked, (before, *states))
-        largest = lambda a, *others: np.max([np.abs(b - a) for b in others], axis=0)  # noqa: E731
-        slack, eval_loss = jax.tree.map(largest, after, *shifted), None
+        slack, eval_loss = jax.tree.map(_largest_difference, after, *shifted), None
         if config.run.eval_every is not None:
             batches = data.eval_batches(num_compared_batches(self.job))
             pairs = (jax.device_get(self.losses(after["params"], batch)) for batch in batches)
@@ -227,3 +226,7 @@ def compare_training(job: TrainingJob, plain: PlainSteps, state: Tree) -> Traini
     trees += plain.before | counts[0], plain.slack | counts[0]
     leaves = in_layers(stack, compare_trees(*(of_author(stack, tree) for tree in trees)))
     return TrainingComparison(plain.clip_norm, tuple(steps), leaves, eval_loss)
+
+
+def _largest_difference(a: np.ndarray, *others: np.ndarray) -> np.ndarray:
+    return np.max([np.abs(b - a) for b in others], axis=0)

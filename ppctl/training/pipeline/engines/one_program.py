@@ -85,8 +85,9 @@ class OneProgram:
     def placed_batch(self) -> Tree:
         """Shapes, dtypes and shardings of a placed batch."""
         sharding = self.batches.shardings["inputs"]
-        shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)  # noqa: E731
-        return jax.tree.map(shape, self.batch_shapes)
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), self.batch_shapes
+        )
 
     @cached_property
     def _seed_key(self) -> dict[str, np.ndarray]:
@@ -145,8 +146,15 @@ class OneProgram:
     def programs(self) -> StepPrograms:
         """Return the traced programs of a step."""
         traced, mesh = self.trace_train_step(), self.states.layout.mesh.shape
-        compile = lambda: self.compile_program(step.lowered)  # noqa: E731
-        step = StepProgram("step", mesh, tuple(range(mesh["pp"])), 1, traced, traced.lower, compile)
+        step = StepProgram(
+            "step",
+            mesh,
+            tuple(range(mesh["pp"])),
+            1,
+            traced,
+            traced.lower,
+            lambda: self.compile_program(step.lowered),
+        )
         return StepPrograms([step], [])
 
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:

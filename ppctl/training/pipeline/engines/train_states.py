@@ -42,14 +42,18 @@ class States:
 
     def _described(self, shapes: Tree, specs: Callable[[Tree], Tree]) -> Tree:
         shardings = self.layout.shardings(specs(shapes))
-        shape = lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)  # noqa: E731
-        return jax.tree.map(shape, shapes, shardings)
+        return jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings
+        )
 
     def new(self, seed: int | None = None) -> Tree:
         """Return the initial state, made staged and sharded, so it need not fit on one device."""
         seed = self.seed if seed is None else seed
-        staged = lambda: self.layout.to_staged(self.init(seed))  # noqa: E731
-        return compiled_quickly(staged, "light", out_shardings=shardings_of(self.staged))()
+        return compiled_quickly(
+            lambda: self.layout.to_staged(self.init(seed)),
+            "light",
+            out_shardings=shardings_of(self.staged),
+        )()
 
     @cached_property
     def to_natural(self) -> Callable[[Tree], Tree]:
@@ -101,8 +105,12 @@ class PlacedBatches:
             values, shape = values.astype(dtype, copy=False), (self.size, *values.shape[1:])
             if not sharding.addressable_devices:  # all devices belong to other processes
                 return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
-            part = lambda index: values[[place[n] for n in range(self.size)[index[0]]]]  # noqa: E731
-            return jax.make_array_from_callback(shape, sharding, part, dtype=dtype)
+            return jax.make_array_from_callback(
+                shape,
+                sharding,
+                lambda index: values[[place[n] for n in range(self.size)[index[0]]]],
+                dtype=dtype,
+            )
 
         return {
             key: jax.tree.map(lambda a, to=sharding: one(a, to), batch[name_of(key)])

@@ -69,8 +69,9 @@ class UpdatePrograms:
         return P() if is_number else None
 
     def _mean(self, _: ProgramId, *losses: Tree) -> tuple:
-        total = lambda *parts: jax.lax.psum(sum(a[0] for a in parts), self.axes)  # noqa: E731
-        loss, number = jax.tree.map(total, *losses)
+        loss, number = jax.tree.map(
+            lambda *parts: jax.lax.psum(sum(a[0] for a in parts), self.axes), *losses
+        )
         return loss / divisor(number), number
 
     def _scaled(self, grads: Tree, number: jax.Array, shared: Sequence[Tree]) -> Tree:

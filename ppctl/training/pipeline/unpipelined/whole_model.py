@@ -103,8 +103,9 @@ def of_author(stack: Stack, tree: Tree) -> Tree:
         return tree
     is_form = lambda node: isinstance(node, dict) and {*node} == {"embed_head", "layers"}  # noqa: E731
     whole = compiled_quickly(network.from_parts)
-    convert = lambda a: jax.block_until_ready(whole(a)) if is_form(a) else a  # noqa: E731
-    return jax.tree.map(convert, tree, is_leaf=is_form)
+    return jax.tree.map(
+        lambda a: jax.block_until_ready(whole(a)) if is_form(a) else a, tree, is_leaf=is_form
+    )
 
 
 def initial_params(stack: Stack, seed: int) -> Tree:
