@@ -105,12 +105,11 @@ class PlacedBatches:
             values, shape = values.astype(dtype, copy=False), (self.size, *values.shape[1:])
             if not sharding.addressable_devices:  # all devices belong to other processes
                 return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
-            return jax.make_array_from_callback(
-                shape,
-                sharding,
-                lambda index: values[[place[n] for n in range(self.size)[index[0]]]],
-                dtype=dtype,
-            )
+
+            def part(index: Any) -> np.ndarray:
+                return values[[place[n] for n in range(self.size)[index[0]]]]
+
+            return jax.make_array_from_callback(shape, sharding, part, dtype=dtype)
 
         return {
             key: jax.tree.map(lambda a, to=sharding: one(a, to), batch[name_of(key)])
