@@ -200,7 +200,8 @@ def _check_trained(model: AnyModel, optim: Optim) -> None:
     if optim.train != "lora" or not isinstance(model, Transformer):
         return
     model.moe.check_frozen()
-    lacking = next((n for n in optim.lora_targets or () if n not in model.linear_maps), None)
+    targets = {each.target for each in model.linear_maps}
+    lacking = next((name for name in optim.lora_targets or () if name not in targets), None)
     if lacking is not None and all(model.has_experts):
         raise ConfigError(
             f"optim.lora_targets has {lacking}, but with model.moe.num_experts="
@@ -274,12 +275,7 @@ def check_parameters(model: AnyModel) -> None:
     """Raise ConfigError for a built-in model with more than MOST_PARAMETERS parameters."""
     if isinstance(model, CustomModel):
         return
-    of_layer = model.d_model**2
-    if isinstance(model, Transformer):
-        heads = 2 * (model.num_heads + model.kv_heads) * model.head_width
-        number_of = model.moe.num_experts if all(model.has_experts) else 1
-        width = max(model.hidden_width, (number_of or 1) * model.expert_width)
-        of_layer = model.d_model * (heads + (2 + model.is_gated) * width)
+    of_layer = model.num_weights if isinstance(model, Transformer) else model.d_model**2
     number = model.num_layers * of_layer
     if number > MOST_PARAMETERS:
         raise ConfigError(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ppctl import config as settings
+from ppctl.config.groups.attention_forms import TARGETS
 from ppctl.config.groups.model_settings import AnyModel
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.schedule.costs import Costs, task_costs
@@ -147,9 +148,9 @@ def trained_share(model: AnyModel, optim: settings.Optim) -> float:
     """
     if optim.train != "lora" or not isinstance(model, settings.Transformer):
         return 1.0
-    maps, rank = model.linear_maps, optim.lora_rank
-    targets = maps if optim.lora_targets is None else optim.lora_targets
-    adapters = sum(rank * sum(maps[name]) for name in targets)
+    targets = optim.lora_targets or TARGETS
+    adapted = (each for each in model.linear_maps if each.target in targets)
+    adapters = optim.lora_rank * sum(each.num_in + each.num_out for each in adapted)
     return adapters / (adapters + model.num_weights)
 
 

@@ -96,8 +96,8 @@ def decoder_of(model: LanguageModel, devices: Sequence[Any], num_positions: int)
             f"--devices {len(devices)} are more than the model's {sizes.num_layers} layers, but "
             f"each device needs at least one. Use {sizes.num_layers} or fewer."
         )
-    heads = sizes.kv_heads, sizes.head_width
-    return Decoder(make, model.params, devices, num_positions, heads, model.dtype)
+    cached = sizes.attention_form.cached
+    return Decoder(make, model.params, devices, num_positions, cached, model.dtype)
 
 
 def positions_for(prompts: Sequence[Sequence[int]], max_tokens: int) -> int:

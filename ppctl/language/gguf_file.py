@@ -11,9 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from ppctl.config import Transformer
+from ppctl.config.field_checks import settings_from
 from ppctl.errors import ConfigError, PpctlError, one_line
 from ppctl.language.model_files import FETCH, Tensors
-from ppctl.language.tensor_names import EMBED_HEAD, LAYER
+from ppctl.language.tensor_names import EMBED_HEAD, layer_names
+from ppctl.language.transformers_config import model_settings
 
 SIZES = {  # key of config.json: GGUF key without the architecture before it
     "num_hidden_layers": "block_count",
@@ -184,11 +187,12 @@ def _tensors(path: Path, reader: Any, model_config: Mapping[str, Any], kind: str
 
     # 1. name the tensors as in transformers
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    stated = model_config.get("num_hidden_layers")
-    num_layers = min(stated, len(tensors)) if isinstance(stated, int) else 0
+    model = settings_from(Transformer, model_settings(model_config), "model")
+    num_layers = min(model.num_layers, len(tensors))
     arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == kind)
     to_gguf, by_name = get_tensor_name_map(arch, num_layers), dict[str, Any]()
-    layers = (f"model.layers.{l}.{name}" for l in range(num_layers) for name in LAYER.values())
+    names = layer_names(model).values()
+    layers = (f"model.layers.{l}.{name}" for l in range(num_layers) for name in names)
     for name in (*EMBED_HEAD.values(), *layers):
         whole = name.replace(".{}", "")  # fused tensor of all experts; `by_expert` splits it
         in_file = to_gguf.get_name(whole, (".weight", ".bias"))

@@ -11,15 +11,16 @@ import jax
 import numpy as np
 import yaml
 
-from ppctl.config import AdamW
+from ppctl.config import AdamW, Transformer
+from ppctl.config.groups.attention_forms import TARGETS
 from ppctl.data.tokenizer import json_object
 from ppctl.errors import ConfigError
 from ppctl.language.import_model import SOURCE, Imported, commands, metadata, write_recipe
 from ppctl.language.language_model import open_language_model
 from ppctl.language.model_files import Tensors, all_or_nothing, check_new, open_safetensors
-from ppctl.language.tensor_names import PEFT, Named, layer_names, named_parameters
+from ppctl.language.tensor_names import PEFT, Named, named_parameters
 from ppctl.language.transformers_config import model_config, model_settings
-from ppctl.model.lora import PROJECTIONS, Lora, with_base
+from ppctl.model.lora import Lora, with_base
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.pipeline import built_in_models as models
 
@@ -53,7 +54,7 @@ def import_adapter(source: Path, base: Path, out: Path) -> Imported:
     config, tensors = json_object(source / ADAPTER_CONFIG) or {}, open_safetensors(source)
     model = open_language_model(base)
     of_base = model_config(model.transformer, model.vocab_size)
-    lora = _lora(config, tensors, of_base, source / ADAPTER_CONFIG)
+    lora = _lora(config, tensors, model.transformer, source / ADAPTER_CONFIG)
     settings = model_settings(of_base)
     stack = models.transformer(**settings, lora=lora)
     wanted = named_parameters(stack.param_shapes, of_base, adapters=True)
@@ -80,9 +81,7 @@ def import_adapter(source: Path, base: Path, out: Path) -> Imported:
     return Imported(model.transformer, count, names, lines)
 
 
-def _lora(
-    config: Mapping[str, Any], tensors: Tensors, of_base: Mapping[str, Any], file: Path
-) -> Lora:
+def _lora(config: Mapping[str, Any], tensors: Tensors, model: Transformer, file: Path) -> Lora:
     """Return rank, alpha, targets and dropout of adapters. ConfigError for an unsupported kind."""
     # 1. refuse settings that make it something other than x W + alpha/r (x A) B
     for key, value in config.items():
@@ -103,13 +102,12 @@ def _lora(
         raise ConfigError(f"{file} has r={rank} and lora_alpha={alpha}: both must be positive.")
     if config.get("use_rslora"):  # PEFT scales by alpha/sqrt(r), ppctl by alpha/r
         alpha *= math.sqrt(rank)
-    table, found = layer_names(of_base["model_type"]), list[str]()
-    for target, path in PROJECTIONS.items():
-        module = table.get("/".join((*path, "kernel")), "").removesuffix("weight")
-        endings = tuple(f".{module}{ending}.weight" for ending in PEFT.values())
-        if module and any(name.endswith(endings) for name in tensors.shapes):
-            found.append(target)
-    return Lora(rank, float(alpha), tuple(found), dropout or 0.0)
+    found = set[str | None]()
+    for each in model.linear_maps:
+        endings = tuple(f".{each.tensor}.{ending}.weight" for ending in PEFT.values())
+        found |= {each.target for name in tensors.shapes if name.endswith(endings)}
+    targets = tuple(target for target in TARGETS if target in found)
+    return Lora(rank, float(alpha), targets, dropout or 0.0)
 
 
 def _params(shapes: Tree, wanted: list[Named], tensors: Tensors) -> Tree:

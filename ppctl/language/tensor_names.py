@@ -9,6 +9,7 @@ import numpy as np
 
 from ppctl.config import Transformer
 from ppctl.config.field_checks import settings_from
+from ppctl.config.groups.transformer_sizes import Architecture
 from ppctl.language.model_files import Tensors
 from ppctl.language.transformers_config import model_settings
 from ppctl.model.experts.expert_layer import COUNTED, DROPPED, PARTS
@@ -20,29 +21,14 @@ EMBED_HEAD = {
     "norm/scale": "model.norm.weight",
     "head": "lm_head.weight",
 }
-LAYER = {  # ppctl's path: name after model.layers.L.; {} is an expert's number
+# ppctl's path: name after model.layers.L.; {} is an expert's number. `LinearMap` has other names.
+LAYER = {
     "attention_norm/scale": "input_layernorm.weight",
-    "attention/query/kernel": "self_attn.q_proj.weight",
-    "attention/query/bias": "self_attn.q_proj.bias",
-    "attention/key/kernel": "self_attn.k_proj.weight",
-    "attention/key/bias": "self_attn.k_proj.bias",
-    "attention/value/kernel": "self_attn.v_proj.weight",
-    "attention/value/bias": "self_attn.v_proj.bias",
-    "attention/out/kernel": "self_attn.o_proj.weight",
-    "attention/query_norm/scale": "self_attn.q_norm.weight",
-    "attention/key_norm/scale": "self_attn.k_norm.weight",
     "mlp_norm/scale": "post_attention_layernorm.weight",
-    "mlp/gate/kernel": "mlp.gate_proj.weight",
-    "mlp/up/kernel": "mlp.up_proj.weight",
-    "mlp/down/kernel": "mlp.down_proj.weight",
     "router/kernel": "mlp.gate.weight",
     "experts/gate": "mlp.experts.{}.gate_proj.weight",
     "experts/up": "mlp.experts.{}.up_proj.weight",
     "experts/down": "mlp.experts.{}.down_proj.weight",
-    "shared/gate/kernel": "mlp.shared_expert.gate_proj.weight",
-    "shared/up/kernel": "mlp.shared_expert.up_proj.weight",
-    "shared/down/kernel": "mlp.shared_expert.down_proj.weight",
-    "shared_gate/kernel": "mlp.shared_expert_gate.weight",
 }
 POST_NORMS = {  # models with norms after attention and MLP
     "mlp_norm/scale": "pre_feedforward_layernorm.weight",
@@ -89,9 +75,13 @@ class Named(NamedTuple):
     is_transposed: bool
 
 
-def layer_names(model_type: str) -> dict[str, str]:
-    """Return the names of a layer's tensors, by the names of its parameters in ppctl."""
-    return LAYER | OTHERS.get(model_type, {})
+def layer_names(model: Architecture) -> dict[str, str]:
+    """Return the usual names of a layer's tensors, by the names of its parameters in ppctl."""
+    names = {f"{each.path}/scale": f"{each.tensor}.weight" for each in model.attention_form.norms}
+    for each in model.linear_maps:
+        names |= {f"{each.path}/kernel": f"{each.tensor}.weight"}
+        names |= {f"{each.path}/bias": f"{each.tensor}.bias"} if each.has_bias else {}
+    return names | LAYER
 
 
 def named_parameters(
@@ -103,8 +93,8 @@ def named_parameters(
     adapters: return only the adapters of LoRA, under PEFT's names.
     """
     # 1. look up names and the kinds of layers
-    table = layer_names(model_config["model_type"])
     model = settings_from(Transformer, model_settings(model_config), "model")
+    table = layer_names(model) | OTHERS.get(model_config["model_type"], {})
     uses = {True: {"mlp"}, False: {*PARTS}}  # parts that a layer lacks, by has_experts
     counters = {"/".join(names) for names in (COUNTED, DROPPED)}
     whole: list[Named] = []
@@ -145,7 +135,8 @@ def by_expert(tensors: Tensors, model_config: Mapping[str, Any]) -> Tensors:
     GLM's extra layer after the last one, which predicts further tokens, is left out.
     """
     # 1. list the tensors, and the place of each in a fused one
-    table, num_layers = layer_names(model_config["model_type"]), model_config["num_hidden_layers"]
+    table = LAYER | OTHERS.get(model_config["model_type"], {})
+    num_layers = model_config["num_hidden_layers"]
     places, shapes = dict[str, tuple[str, Any]](), dict[str, tuple[int, ...]]()
     sources = dict[str, str]()  # fused tensors, by the name of a part
     for name, shape in tensors.shapes.items():

@@ -81,7 +81,7 @@ class Decoder:
     make: function from attention and rotary positions to the transformer. params:
     {"embed_head", "layers": [L, ...]} in model order, on any device; each stage's parameters are
     copied to its device in `dtype`. devices: the device of each stage, in order. num_positions: S,
-    tokens of prompt and continuation together. kv_shape: (G, H).
+    tokens of prompt and continuation together. cached: see `AttentionForm`.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class Decoder:
         params: Tree,
         devices: Sequence[Any],
         num_positions: int,
-        kv_shape: tuple[int, int],
+        cached: tuple[tuple[int, ...], ...],
         dtype: jnp.dtype,
     ):
         # 1. the model
         self.devices, self.num_positions = devices, num_positions
-        self.kv_shape, self.dtype = kv_shape, dtype
+        self.cached, self.dtype = cached, dtype
         self._attention = _Attention(num_positions)
         self._stack = make(self._attention.mix, self._attention.rotate)
         # 2. parameters on devices
@@ -117,8 +117,8 @@ class Decoder:
 
     def empty(self, batch: int) -> Cache:
         """Return an empty cache for `batch` sequences."""
-        shape = batch, self.num_positions, *self.kv_shape
-        make = lambda device: tuple(jnp.zeros(shape, self.dtype, device=device) for _ in range(2))  # noqa: E731
+        shapes = [(batch, self.num_positions, *each) for each in self.cached]
+        make = lambda device: tuple(jnp.zeros(each, self.dtype, device=device) for each in shapes)  # noqa: E731
         pairs = zip(self._layers_of, self.devices, strict=True)
         return [[make(device) for _ in layers] for layers, device in pairs]
 

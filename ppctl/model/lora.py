@@ -6,7 +6,7 @@ new adapters do not change the model. Embedding and head have no adapters. Sourc
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -14,19 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ppctl.config.groups.attention_forms import TARGETS, LinearMap
 from ppctl.errors import ConfigError
 
 Tree = Any
 A, B = "lora_a", "lora_b"  # last names of the parameters in their paths
-PROJECTIONS = {  # target: names of its linear map in a block
-    "q": ("attention", "query"),
-    "k": ("attention", "key"),
-    "v": ("attention", "value"),
-    "o": ("attention", "out"),
-    "gate": ("mlp", "gate"),
-    "up": ("mlp", "up"),
-    "down": ("mlp", "down"),
-}
 ADAPTERS_KEY = 0x10A  # number folded into a layer's key, so that adapters do not change other draws
 
 
@@ -50,11 +42,11 @@ class Lora:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.targets or () if name not in PROJECTIONS]
+        unknown = [name for name in self.targets or () if name not in TARGETS]
         if unknown:
             raise ConfigError(
                 f"{unknown[0]} in lora_targets is not a linear map of a block. Choose from "
-                f"{', '.join(PROJECTIONS)}."
+                f"{', '.join(TARGETS)}."
             )
         if not (isinstance(self.rank, Integral) and self.rank >= 1):
             raise ConfigError(f"rank={self.rank} of adapters is not a whole number above 0.")
@@ -67,25 +59,22 @@ class Lora:
     def scale(self) -> float:
         return self.alpha / self.rank
 
-    def check_present(self, layer: Tree) -> None:
-        """Raise ConfigError if this layer lacks a target."""
+    def adapted(self, maps: Iterable[LinearMap]) -> dict[str, LinearMap]:
+        """Return the maps with an adapter, by target. ConfigError if a target is missing."""
+        found = {each.target: each for each in maps if each.target is not None}
         for name in self.targets or ():
-            first, second = PROJECTIONS[name]
-            if second not in layer.get(first, {}):
-                lack = f"MLP has no {second} matrix, as its activation is not gated"
-                if first not in layer:
+            if name not in found:
+                lack = f"MLP has no {name} matrix, as its activation is not gated"
+                if "up" not in found:
                     lack = "layers have experts in place of an MLP, and experts take no adapters"
                 raise ConfigError(f"{name} in lora_targets: the model's {lack}. Leave it out.")
-
-    def adapts(self, module: str) -> bool:
-        """Return whether a block's linear map of this name has an adapter."""
-        return self.targets is None or any(PROJECTIONS[name][1] == module for name in self.targets)
+        return {name: found[name] for name in self.targets or found}
 
 
 def adapted_part(
     params: Mapping[str, jax.Array], x_MD: jax.Array, scale: float, columns: Callable
 ) -> jax.Array:
-    """Return the adapter's part of a linear map's output. columns: see `Block._linear`.
+    """Return the adapter's part of a linear map's output. columns: see `LinearMaps`.
 
     With remat=none, forwards keep the results of products without a batch dim. This result is as
     large as the linear map's and cheap to recompute from x @ A. The product with B therefore gets a
@@ -95,19 +84,16 @@ def adapted_part(
     return jax.lax.dot_general(low[None], b[None], (((2,), (1,)), ((0,), (0,))))[0]
 
 
-def with_adapters(layer: Tree, lora: Lora, key: jax.Array) -> Tree:
+def with_adapters(layer: Tree, lora: Lora, maps: Iterable[LinearMap], key: jax.Array) -> Tree:
     """Return a layer's parameters with initial adapters added to its target linear maps."""
-    lora.check_present(layer)
     key, layer = jax.random.fold_in(key, ADAPTERS_KEY), dict(layer)
-    for number, (first, second) in enumerate(PROJECTIONS.values()):
-        if second not in layer.get(first, {}) or not lora.adapts(second):
-            continue
-        linear, key_of = layer[first][second], jax.random.fold_in(key, number)
-        num_in, num_out = linear["kernel"].shape
-        dtype, bound = linear["kernel"].dtype, 1 / math.sqrt(num_in)
-        a = jax.random.uniform(key_of, (num_in, lora.rank), dtype, -bound, bound)
-        linear = linear | {A: a, B: jnp.zeros((lora.rank, num_out), dtype)}
-        layer[first] = layer[first] | {second: linear}
+    for target, each in lora.adapted(maps).items():
+        part, name = each.path.split("/")
+        linear, key_of = layer[part][name], jax.random.fold_in(key, TARGETS.index(target))
+        dtype, bound = linear["kernel"].dtype, 1 / math.sqrt(each.num_in)
+        a = jax.random.uniform(key_of, (each.num_in, lora.rank), dtype, -bound, bound)
+        linear = linear | {A: a, B: jnp.zeros((lora.rank, each.num_out), dtype)}
+        layer[part] = layer[part] | {name: linear}
     return layer
 
 

@@ -3,15 +3,22 @@
 Shape suffixes: B batch, I inputs, D width, O targets.
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
 
-from ppctl.model.activations import ACTIVATIONS
 from ppctl.model.random_keys import drawing
 from ppctl.model.random_keys import dropout as drop
 from ppctl.model.stack import Stack, StackOptions, Tree
+
+ACTIVATIONS = {  # of transformers, too
+    "relu": jax.nn.relu,
+    "tanh": jnp.tanh,
+    "gelu": jax.nn.gelu,  # approximated by tanh
+    "gelu_exact": partial(jax.nn.gelu, approximate=False),
+    "silu": jax.nn.silu,
+}
 
 
 @lru_cache(32)  # equal requests get one stack: JAX traces its functions once in a process

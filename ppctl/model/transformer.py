@@ -22,6 +22,7 @@ from ppctl.config.groups.transformer_sizes import Architecture
 from ppctl.errors import ConfigError, setting
 from ppctl.model.attention.attention_kernels import Mix, attention
 from ppctl.model.attention.attention_scores import Scoring
+from ppctl.model.attention.grouped_query import GroupedQuery
 from ppctl.model.attention.rotary_positions import Rotate, rotate
 from ppctl.model.cross_entropy import (
     NO_TOKEN,
@@ -38,14 +39,14 @@ from ppctl.model.experts.expert_layer import (
     used_layers,
     without_unused,
 )
+from ppctl.model.layer_parts import BlockDropout, new_norm, normed, specs_over_tp
 from ppctl.model.layer_reports import Updates
-from ppctl.model.lora import A, B, Lora, are_adapters, with_adapters
+from ppctl.model.lora import Lora, are_adapters, with_adapters
 from ppctl.model.packed_sequences import PADDING, Documents, num_rows, split_starts, with_starts
 from ppctl.model.parallel import WHOLE, StageAxes, gather, on_first, own_tokens, scatter
 from ppctl.model.random_keys import drawing
 from ppctl.model.stack import DividedStack, Layers, Stack, StackOptions, Tree, VocabularyParts
-from ppctl.model.transformer_blocks import FP8_WEIGHTS, Block, new_block, new_norm, normed
-from ppctl.model.transformer_dropout import BlockDropout
+from ppctl.model.transformer_blocks import Block, new_block
 
 EMBED_STD = 0.02
 
@@ -137,13 +138,16 @@ class _Transformer:
 
     @property
     def _rounded_weights(self) -> dict[str, int]:
-        return {} if self.sizes.linear_dtype is None else FP8_WEIGHTS
+        maps = () if self.sizes.linear_dtype is None else self.sizes.linear_maps
+        return {f"{each.path}/kernel": -1 if each.divided == "inputs" else -2 for each in maps}
 
     def init_layer(self, key: jax.Array, l: jax.Array) -> Tree:
         layer = new_block(self.sizes, drawing(key, self.dtype))
         if any(self.sizes.has_experts) and not all(self.sizes.has_experts):
             layer = without_unused(layer, jnp.asarray(self.sizes.has_experts)[l])
-        return layer if self.lora is None else with_adapters(layer, self.lora, key)
+        if self.lora is None:
+            return layer
+        return with_adapters(layer, self.lora, self.sizes.linear_maps, key)
 
     def init_embed_head(self, key: jax.Array) -> Tree:
         sizes, draw = self.sizes, drawing(key, self.dtype)
@@ -236,8 +240,9 @@ class _Transformer:
         sizes, axes, lora = self.sizes, self.axes, self.lora
         rope = sizes.rope if window is None else sizes.rope.of_windows
         turn = partial(self.rotate, rope=rope, axes=axes)
-        mix = self.mix(axes, Scoring.of(sizes, window))
-        block = Block(sizes, mix, turn, axes, lora, has_experts, self.device, self.imbalance)
+        attend = GroupedQuery(sizes, self.mix(axes, Scoring.of(sizes, window)), turn, axes)
+        maps = {each.path: each for each in sizes.linear_maps}
+        block = Block(sizes, maps, attend, axes, lora, has_experts, self.device, self.imbalance)
 
         def with_key(params: Tree, x_BTD: jax.Array, key: jax.Array | None = None) -> jax.Array:
             rows = num_rows(x_BTD.shape, axes.row_parts) if self.packed else x_BTD.shape[1]
@@ -300,23 +305,14 @@ def _sharding(params: Tree, axes: StageAxes, sizes: Architecture) -> Tree:
     tp divides the columns of the first matrices of attention and MLP, the rows of the last, and the
     vocabulary of embedding and head.
     """
-    columns, rows = P(None, "tp"), P("tp")
-    kv = columns if sizes.kv_heads >= axes.tp else P()
-    of_module = {"query": columns, "key": kv, "value": kv, "out": rows}
-    of_module |= {"up": columns, "gate": columns, "down": rows}
-    if sizes.traits.whole_qk_norm:
-        of_module |= {"query_norm": columns, "key_norm": kv}
+    specs = {"embed_head/embedding": P("tp"), "embed_head/head": P(None, "tp")}
+    for part in (*sizes.linear_maps, *sizes.attention_form.norms):
+        specs |= {f"layers/{path}": each for path, each in specs_over_tp(part, axes.tp).items()}
 
     def spec(path: tuple, _: Any) -> P:
-        names = [key.key for key in path]
-        if names[1] == "experts":
-            return expert_specs(axes)
-        if names[0] == "embed_head":
-            return {"embedding": rows, "head": columns}.get(names[1], P())
-        found = of_module.get(names[-2], P())
-        if names[-1] in (A, B):  # tp divides B if it divides the columns of W, A if the rows
-            return found if found == (columns if names[-1] == B else rows) else P()
-        return found if names[-1] == "kernel" else P(*found[1:])
+        name = "/".join(key.key for key in path)
+        is_expert = name.startswith("layers/experts/")
+        return expert_specs(axes) if is_expert else specs.get(name, P())
 
     return jax.tree_util.tree_map_with_path(spec, params)
 

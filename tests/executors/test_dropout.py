@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import cache
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +12,11 @@ from support.equality import SMALL, make_batch, make_pipe
 from support.selection import full
 
 import ppctl
+from ppctl.config.groups.transformer_sizes import Architecture
 from ppctl.errors import ConfigError
+from ppctl.model.layer_parts import BlockDropout
 from ppctl.model.parallel import WHOLE
 from ppctl.model.random_keys import example_keys, key_of_seed, layer_keys, wrapped
-from ppctl.model.transformer_dropout import BlockDropout
 
 TOLERANCE = 1e-12
 STEP = 3
@@ -124,15 +124,15 @@ def test_dropout_of_adapters_drops_only_their_inputs():
     of_query = [grads["layers"]["attention"]["query"]["lora_b"] for _, grads in found]
     assert error(of_query[1], of_query[0]) > 0.1
     # 2. each linear map draws separately, at the rate
-    sizes = SimpleNamespace(dropout=0.0, lora=ppctl.Lora(dropout=rate))
-    drop = BlockDropout(sizes, WHOLE, wrapped(np.arange(16, dtype=np.uint32).reshape(8, 2)), 50)
-    x = jnp.ones((400, 20))
-    inputs = [np.asarray(drop.adapter_input(x, name)) for name in ("query", "key", "down")]
+    lora, keys = ppctl.Lora(dropout=rate), np.arange(16, dtype=np.uint32).reshape(8, 2)
+    drop, x = BlockDropout(0.0, lora, WHOLE, wrapped(keys), 50), jnp.ones((400, 20))
+    maps = {each.target: each for each in Architecture().linear_maps}
+    inputs = [np.asarray(drop.adapter_input(x, maps[name])) for name in ("q", "k", "down")]
     for each in inputs:
         assert set(np.unique(each)) == {0, 1 / (1 - rate)}
         assert np.mean(each == 0) == pytest.approx(rate, abs=0.02)
     assert len({each.tobytes() for each in inputs}) == 3
-    assert replace(drop, key=None).adapter_input(x, "query") is x
+    assert replace(drop, key=None).adapter_input(x, maps["q"]) is x
     with pytest.raises(ConfigError, match=r"dropout=1.0 of adapters is invalid. Use 0 <= rate < 1"):
         ppctl.Lora(dropout=1.0)
 

@@ -96,10 +96,9 @@ def test_prompts_of_unequal_lengths_read_piece_by_piece(name, dtype, record_prop
         how = {"attention_mask": mask.astype(np.int64)}
         theirs = computed_by_torch(live(name, dtype), ids, np.zeros_like(ids), **how)["logits"]
     model, params = settings_from(Transformer, sizes_of(name), "model"), read_model(name, dtype)[1]
-    sizes = model.architecture
+    sizes, cached = model.architecture, model.attention_form.cached
     make = lambda mix, rotate: transformer(sizes, dtype=jnp.dtype(dtype), mix=mix, rotate=rotate)
-    shape = model.kv_heads, model.head_width
-    decoder = Decoder(make, params, jax.devices()[:2], 32, shape, jnp.dtype(dtype))
+    decoder = Decoder(make, params, jax.devices()[:2], 32, cached, jnp.dtype(dtype))
     cache, errors = decoder.empty(2), []
     for first, last in ((0, 8), (8, 16), *((n, n + 1) for n in range(16, 24))):
         piece = jnp.asarray(ids[:, first:last])

@@ -36,9 +36,11 @@ SCORINGS = [
 ]
 
 
-def arrays_of(tokens, heads, kv_heads, dtype, width=16):
-    keys = jax.random.split(jax.random.key(0), 4)
-    shapes = [(2, tokens, number, width) for number in (heads, kv_heads, kv_heads, heads)]
+def arrays_of(tokens, heads, kv_heads, dtype, width=16, width_of_values=16):
+    """Queries, keys, values, and a gradient of the output."""
+    keys, widths = jax.random.split(jax.random.key(0), 4), (*[width] * 2, *[width_of_values] * 2)
+    numbers = zip((heads, kv_heads, kv_heads, heads), widths, strict=True)
+    shapes = [(2, tokens, *each) for each in numbers]
     return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
 
 
@@ -46,7 +48,7 @@ def oracle(q, k, v, scoring=PLAIN):
     """One query at a time, as the formula has it."""
     q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
     group = q.shape[2] // k.shape[2]
-    out = np.zeros(q.shape)
+    out = np.zeros((*q.shape[:3], v.shape[3]))
     for b, t, n in np.ndindex(q.shape[:3]):
         first = 0 if scoring.window is None else max(0, t + 1 - scoring.window)
         scores = (
@@ -84,7 +86,7 @@ def test_attention_is_the_formula(kernel, size, monkeypatch):
 @pytest.mark.parametrize("kernel", ["xla", "chunked"])
 def test_windows_caps_and_scales_follow_the_formula(kernel, scoring, monkeypatch):
     monkeypatch.setattr(chunked_attention, "BLOCK", 8)
-    q, k, v, _ = arrays_of(*SIZES[0], jnp.float64)
+    q, k, v, _ = arrays_of(*SIZES[0], jnp.float64, width_of_values=12)
     found = kernel_named(kernel, scoring)(q, k, v)
     np.testing.assert_allclose(found, oracle(q, k, v, scoring), rtol=1e-12, atol=1e-14)
 
@@ -94,7 +96,7 @@ def test_windows_caps_and_scales_follow_the_formula(kernel, scoring, monkeypatch
 )
 def test_windows_and_caps_have_the_gradients_of_the_plain_form(scoring, monkeypatch):
     monkeypatch.setattr(chunked_attention, "BLOCK", 8)
-    arrays = arrays_of(*SIZES[0], jnp.float64)
+    arrays = arrays_of(*SIZES[0], jnp.float64, width_of_values=12)
     kernels = (
         jax.jit(partial(there_and_back, kernel_named(name, scoring))) for name in ("chunked", "xla")
     )

@@ -52,11 +52,10 @@ FAMILIES = {
 
 
 def decoder(sizes, params, num_devices=1, num_positions=32):
-    make = lambda mix, rotate: transformer(
-        Architecture(**sizes), dtype=jnp.float64, mix=mix, rotate=rotate
-    )
-    kv_shape = sizes["num_kv_heads"], sizes["head_dim"]
-    return Decoder(make, params, jax.devices()[:num_devices], num_positions, kv_shape, jnp.float64)
+    sizes = Architecture(**sizes)
+    make = lambda mix, rotate: transformer(sizes, dtype=jnp.float64, mix=mix, rotate=rotate)
+    cached = sizes.attention_form.cached
+    return Decoder(make, params, jax.devices()[:num_devices], num_positions, cached, jnp.float64)
 
 
 def test_decoding_in_bfloat16_chooses_the_experts_of_the_whole_model():
@@ -69,7 +68,7 @@ def test_decoding_in_bfloat16_chooses_the_experts_of_the_whole_model():
     params["layers"]["router"] = params["layers"]["router"] | {"bias": bias}
     params["layers"]["router"]["kernel"] *= 1e-3
     make = lambda mix, rotate: transformer(sizes, dtype=jnp.bfloat16, mix=mix, rotate=rotate)
-    reader = Decoder(make, params, jax.devices()[:1], 11, (2, 12), jnp.bfloat16)
+    reader = Decoder(make, params, jax.devices()[:1], 11, ((2, 12),) * 2, jnp.bfloat16)
     tokens = np.random.default_rng(0).integers(0, 40, (1, 11), np.int32)
     found, _ = reader.read(jnp.asarray(tokens), reader.empty(1), 0, jnp.zeros(1, jnp.int32))
     expected = outputs_of(stack, dtype=jnp.bfloat16)(params, tokens)[:, -1]

@@ -13,11 +13,11 @@ from ppctl.config.field_checks import (
     Share,
     one_of,
 )
+from ppctl.config.groups.attention_forms import TARGETS
 from ppctl.config.groups.model_settings import UserFunction
 from ppctl.errors import ConfigError
 
 LR_SCHEDULES = ("cosine", "linear", "constant", "wsd")
-TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
 @dataclass

@@ -5,6 +5,7 @@ from itertools import cycle, islice
 from typing import Annotated, NamedTuple
 
 from ppctl.config.field_checks import DESCRIPTION, Count, Positive, Rate, one_of, up_to
+from ppctl.config.groups.attention_forms import AttentionForm, LinearMap, Norm
 from ppctl.config.groups.moe_settings import Experts
 from ppctl.config.groups.rope_settings import Rope
 from ppctl.errors import ConfigError, setting
@@ -121,31 +122,68 @@ class Architecture:
         return widths | ({} if shared is None else {setting("model.moe.shared_width"): shared})
 
     @property
-    def linear_maps(self) -> dict[str, tuple[int, int]]:
-        """The (inputs, outputs) of each linear map of a layer, by its name in optim.lora_targets.
+    def attention_form(self) -> AttentionForm:
+        """Grouped-query attention."""
+        D, H, traits = self.d_model, self.head_width, self.traits
+        queries, keys, bias = self.num_heads * H, self.kv_heads * H, traits.qkv_bias
+        columns, of_keys = ("outputs", None), ("outputs", self.kv_heads)
+        maps = (
+            LinearMap("attention/query", "self_attn.q_proj", D, queries, *columns, "q", bias),
+            LinearMap("attention/key", "self_attn.k_proj", D, keys, *of_keys, "k", bias),
+            LinearMap("attention/value", "self_attn.v_proj", D, keys, *of_keys, "v", bias),
+            LinearMap("attention/out", "self_attn.o_proj", queries, D, "inputs", target="o"),
+        )
+        names = [(f"attention/{n}_norm", f"self_attn.{n[0]}_norm") for n in ("query", "key")]
+        norms: tuple[Norm, ...] = ()
+        if traits.qk_norm:
+            norms = tuple(Norm(*each, H) for each in names)
+        elif traits.whole_qk_norm:
+            norms = Norm(*names[0], queries, *columns), Norm(*names[1], keys, *of_keys)
+        return AttentionForm(maps, norms, self.num_heads, (H, H), ((self.kv_heads, H),) * 2)
 
-        The maps of experts are left out: they take no adapters.
+    @property
+    def mlp_maps(self) -> tuple[LinearMap, ...]:
+        """The linear maps of the MLP; () if all layers have experts in its place."""
+        return () if all(self.has_experts) else self._mlp("mlp", "mlp", self.hidden_width)
 
-        >>> Architecture(d_model=8, num_heads=2, num_kv_heads=1, mlp_width=16).linear_maps
+    @property
+    def shared_maps(self) -> tuple[LinearMap, ...]:
+        """The linear maps of the shared expert and of its gate, without adapters; or ()."""
+        if self.moe.shared_width is None:
+            return ()
+        of_mlp = self._mlp("shared", "mlp.shared_expert", self.moe.shared_width)
+        gate = LinearMap("shared_gate", "mlp.shared_expert_gate", self.d_model, 1)
+        maps = tuple(each._replace(target=None) for each in of_mlp)
+        return (*maps, gate) if self.moe.shared_gate else maps
+
+    def _mlp(self, part: str, module: str, width: int) -> tuple[LinearMap, ...]:
+        columns, rows = (self.d_model, width, "outputs"), (width, self.d_model, "inputs")
+        return tuple(
+            LinearMap(
+                f"{part}/{name}",
+                f"{module}.{name}_proj",
+                *(rows if name == "down" else columns),
+                target=name,
+            )
+            for name in (("up", "gate", "down") if self.is_gated else ("up", "down"))
+        )
+
+    @property
+    def linear_maps(self) -> tuple[LinearMap, ...]:
+        """The linear maps of a layer, without those of experts.
+
+        >>> sizes = Architecture(d_model=8, num_heads=2, num_kv_heads=1, mlp_width=16)
+        >>> {each.target: (each.num_in, each.num_out) for each in sizes.linear_maps}
         {'q': (8, 8), 'k': (8, 4), 'v': (8, 4), 'o': (8, 8), 'up': (8, 16), 'down': (16, 8)}
         """
-        d, hidden = self.d_model, self.hidden_width
-        queries, keys = self.num_heads * self.head_width, self.kv_heads * self.head_width
-        maps = {"q": (d, queries), "k": (d, keys), "v": (d, keys), "o": (queries, d)}
-        if all(self.has_experts):
-            return maps
-        gate = {"gate": (d, hidden)} if self.is_gated else {}
-        return maps | gate | {"up": (d, hidden), "down": (hidden, d)}
+        return (*self.attention_form.maps, *self.mlp_maps, *self.shared_maps)
 
     @property
     def num_weights(self) -> int:
         """The number of entries of a layer's matrices, including all experts."""
-        dense = sum(a * b for a, b in self.linear_maps.values())
-        moe, d = self.moe, self.d_model
-        if moe.num_experts is None:
-            return dense
-        width = moe.num_experts * self.expert_width + (moe.shared_width or 0)
-        return dense + d * (moe.num_experts + (2 + self.is_gated) * width + moe.shared_gate)
+        of_maps = sum(each.num_weights for each in self.linear_maps)
+        of_expert = 1 + (2 + self.is_gated) * self.expert_width  # with its column of the router
+        return of_maps + self.d_model * (self.moe.num_experts or 0) * of_expert
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -55,6 +55,7 @@ def choose(
     Args:
         device: An attached or described device: `platform`, and on GPUs `compute_capability`.
         dtype: The dtype of compute.
+        head_dim: Width of a head: the larger one of its queries and keys, and its values.
         num_tokens: Tokens of a sequence; with cp > 1, tokens of one of a device's two pieces.
         packed: Whether sequences hold several documents.
 
@@ -150,8 +151,8 @@ def attention(
         documents_BT: jax.Array | None = None,
     ) -> jax.Array:
         place = jax.devices()[0] if device is None else device
-        _, T, _, H = q_BTNH.shape
-        select = partial(choose, wanted, place, q_BTNH.dtype, H)
+        T, width = q_BTNH.shape[1], max(q_BTNH.shape[-1], v_BSGH.shape[-1])
+        select = partial(choose, wanted, place, q_BTNH.dtype, width)
         if axes.cp == 1:
             chosen = select(T, 1, scoring, packed=documents_BT is not None)
             return kernel_named(chosen, scoring)(q_BTNH, k_BSGH, v_BSGH, documents_BT)

@@ -1,7 +1,7 @@
 """Attention scores of queries and keys, and attention with all scores of a sequence in memory.
 
 Shape suffixes: B batch, T tokens, S tokens attended to, N query heads, G kv heads, R = N/G queries
-of a kv head, M = R*T, H width of a head.
+of a kv head, M = R*T, H width of a head; values may have another width.
 """
 
 from dataclasses import dataclass
@@ -93,7 +93,8 @@ def attend(
     is_attended = jnp.tile(is_attended, (N // G, 1))
     weights_BGMS = softmax(jnp.where(is_attended, scores_BGMS, NEVER), v_BSGH.dtype)
     mix_BGMH = jnp.einsum("BGMS,BSGH->BGMH", weights_BGMS, v_BSGH)
-    mix_BTNH = mix_BGMH.reshape(B, G, N // G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+    mix_BTGRH = mix_BGMH.reshape(B, G, N // G, T, -1).transpose(0, 3, 1, 2, 4)
+    mix_BTNH = mix_BTGRH.reshape(B, T, N, -1)
     return checkpoint_name(mix_BTNH, "saved")
 
 

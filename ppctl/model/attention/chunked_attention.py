@@ -2,7 +2,7 @@
 
 Source: Milakov and Gimelshein 2018; the backward: Dao et al. 2022. Shape suffixes: B batch, T
 tokens, S tokens attended to, N query heads, G kv heads, R = N/G queries of a kv head, H width of a
-head; K number of blocks, C tokens of a block.
+head; K number of blocks, C tokens of a block. Values may have another width.
 """
 
 from functools import partial
@@ -47,11 +47,12 @@ def forward(
 
     # 2. all pairs in turn
     sums = q.shape[:-1]
-    start = jnp.zeros(q.shape, wide), jnp.zeros(sums, wide), jnp.full(sums, NEVER, wide)
+    mixed = jnp.zeros((*sums, v.shape[-1]), wide)
+    start = mixed, jnp.zeros(sums, wide), jnp.full(sums, NEVER, wide)
     (mix, total, largest), _ = jax.lax.scan(one_pair, start, blocks.pairs)
     log_sums = (largest + jnp.log(total))[..., None]
-    log_sums_BTN1 = _from_query_blocks(log_sums, (*q_BTNH.shape[:3], 1))
-    out_BTNH = _from_query_blocks((mix / total[..., None]).astype(q.dtype), q_BTNH.shape)
+    log_sums_BTN1 = _from_query_blocks(log_sums, q_BTNH)
+    out_BTNH = _from_query_blocks((mix / total[..., None]).astype(q.dtype), q_BTNH)
     return out_BTNH, log_sums_BTN1[..., 0].swapaxes(1, 2)
 
 
@@ -92,8 +93,9 @@ def backward(
     # 3. all pairs in turn
     start = tuple(jnp.zeros(a.shape, wide) for a in (q, k, v))
     (dq, dk, dv), _ = jax.lax.scan(one_pair, start, blocks.pairs)
-    of_keys = lambda a: _from_key_blocks(a.astype(k.dtype), k_BSGH.shape)  # noqa: E731
-    return _from_query_blocks(dq.astype(q.dtype), q_BTNH.shape), of_keys(dk), of_keys(dv)
+    dk_BSGH = _from_key_blocks(dk.astype(k.dtype), k_BSGH.shape)
+    dv_BSGH = _from_key_blocks(dv.astype(k.dtype), v_BSGH.shape)
+    return _from_query_blocks(dq.astype(q.dtype), q_BTNH), dk_BSGH, dv_BSGH
 
 
 class _Blocks:
@@ -166,9 +168,9 @@ def _query_blocks(q_BTNH: jax.Array, k_BSGH: jax.Array) -> jax.Array:
     return q_BKCNH.reshape(B, K, C, G, N // G, H).transpose(1, 0, 3, 4, 2, 5)
 
 
-def _from_query_blocks(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    B, T, N, H = shape
-    return blocks.transpose(1, 0, 4, 2, 3, 5).reshape(B, -1, N, H)[:, :T]
+def _from_query_blocks(blocks: jax.Array, q_BTNH: jax.Array) -> jax.Array:
+    B, T, N, _ = q_BTNH.shape
+    return blocks.transpose(1, 0, 4, 2, 3, 5).reshape(B, -1, N, blocks.shape[-1])[:, :T]
 
 
 def _key_blocks(k_BSGH: jax.Array) -> jax.Array:

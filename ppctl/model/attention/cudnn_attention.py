@@ -31,8 +31,8 @@ def forward(
     scoring: Scoring = PLAIN,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (attention [B, T, N, H], log sums float32 [B, N, T]). Uses only scoring.scale."""
-    B, T, N, H = q_BTNH.shape
-    results = _Shape((B, N, T, H), q_BTNH.dtype), _Shape((B, N, T), jnp.float32), _WORKSPACE
+    sums, dtype = (q_BTNH.shape[0], *q_BTNH.shape[2:0:-1]), q_BTNH.dtype
+    results = _Shape((*sums, v_BSGH.shape[-1]), dtype), _Shape(sums, jnp.float32), _WORKSPACE
     products = {"bmm1": _product(3, 3, (0, 2)), "bmm2": _product(3, 1, (0, 1), (0, 2))}
     arrays, layouts = (q_BTNH, k_BSGH, v_BSGH), [BTNH, None, None]
     out_BNTH, log_sums, _ = _call(FORWARD, causal, scoring, results, layouts, products, *arrays)

@@ -227,7 +227,7 @@ def attention_kernels(
     """
     length = model.seq_len if cp == 1 else -(-model.seq_len // (2 * cp))
     scorings = [Scoring.of(model, window) for window in dict.fromkeys(model.windows)]
-    of_model = model.attention, device, compute, model.head_width, length, cp
+    of_model = model.attention, device, compute, max(model.attention_form.widths), length, cp
     return tuple(dict.fromkeys(choose(*of_model, each, packed=data.is_packed) for each in scorings))
 
 

@@ -63,8 +63,8 @@ def model_flops(job: TrainingJob) -> ModelFlops:
         num_examples, num_tokens = pipe.batch_shapes["inputs"].shape
         causal = (Scoring(window=window).num_pairs(num_tokens) for window in model.windows)
         pairs = sum(num_tokens**2 - num_pairs for num_pairs in causal)
-        # FLOPs per masked pair and unit of width: 4 forward (scores, values), 8 backward
-        masked = 12 * num_examples * model.num_heads * model.head_width * pairs
+        # the backward of a pair has twice the FLOPs of its forward
+        masked = 3 * num_examples * model.attention_form.pair_flops * pairs
     shapes, treedef = jax.tree.flatten(pipe.batch_shapes)
     trained = trained_flags(stack.param_shapes, stack.options.trainable)
     full = _step_flops(stack, trained, tuple(shapes), treedef, pipe.dtype)
