@@ -311,7 +311,7 @@ def of(num_ranks):
         (
             {"num_microbatches": 5},
             r"batch size 16 is not a multiple of num_microbatches\*dp\*fsdp = 5\*1\*1 = 5. Use "
-            r"20, .*",
+            r"15 or 20, .*",
         ),
         ({"num_chunks": 2}, r"num_chunks=2 is no setting of schedule=1f1b \(settings: none\)."),
         ({"schedule": of(4)}, "The mesh has pp=2, but the schedule has 4 ranks. Use pp=4."),
