@@ -18,9 +18,10 @@ from jax.sharding import PartitionSpec as P
 from ppctl.executors.layer_placement import Placement
 from ppctl.model.fp8_products import gather_rounded
 from ppctl.model.parallel import StageAxes
-from ppctl.schedule.mesh_axes import STAGE_AXES, MeshSizes
+from ppctl.schedule.mesh_axes import DATA_AXES, STAGE_AXES, MeshSizes
 
 Tree = Any
+BATCH = P(None, DATA_AXES)  # spec of a batch's arrays [microbatches, examples of each, ...]
 
 
 def without_axes(specs: Tree, axes: tuple[str, ...]) -> Tree:

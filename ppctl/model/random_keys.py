@@ -5,6 +5,7 @@ token's position, never on the layout. So every layout, and a recomputed forward
 numbers. Keys are always Threefry's, not JAX's default. Source: dropout, Srivastava et al. 2014.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from inspect import signature
@@ -57,19 +58,25 @@ def drawing(key: jax.Array, dtype: jnp.dtype) -> Draw:
     return lambda initializer, *shape: initializer(next(keys), shape, dtype)
 
 
-def example_keys(seed_key: jax.Array, step: jax.Array, first: Any, number: int) -> jax.Array:
-    """Return the key data [number, 2] of a batch's examples first, first + 1, ... in a step."""
+def example_keys(seed_key: jax.Array, step: jax.Array, numbers: jax.Array) -> jax.Array:
+    """Return the key data [..., 2] of a batch's examples with these numbers, [...], in a step."""
     of_step = jax.random.fold_in(jax.random.fold_in(wrapped(seed_key), DRAWS), step)
-    return jax.random.key_data(folded_keys(of_step, first + jnp.arange(number)))
+    return jax.random.key_data(folded_keys(of_step, numbers))
 
 
-def with_example_keys(batch: Mapping[str, Any], step: jax.Array) -> dict[str, Any]:
-    """Return a global batch with its seed key, if any, replaced by the keys of its examples."""
+def with_example_keys(
+    batch: Mapping[str, Any], step: jax.Array, num_dims: int = 1
+) -> dict[str, Any]:
+    """Return a global batch with its seed key, if any, replaced by the keys of its examples.
+
+    num_dims: the dims of examples in its arrays: 2 for arrays [microbatches, examples, ...].
+    """
     rest = {name: part for name, part in batch.items() if name != SEED}
     if SEED not in batch:
         return rest
-    number = len(jax.tree.leaves(batch["inputs"])[0])
-    return rest | {KEYS: example_keys(batch[SEED], step, 0, number)}
+    shape = jax.tree.leaves(batch["inputs"])[0].shape[:num_dims]
+    numbers = jnp.arange(math.prod(shape)).reshape(shape)
+    return rest | {KEYS: example_keys(batch[SEED], step, numbers)}
 
 
 def layer_keys(keys: jax.Array, layers: jax.Array) -> jax.Array:

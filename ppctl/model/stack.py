@@ -250,6 +250,16 @@ def num_examples(inputs: Tree) -> int:
     return jax.tree.leaves(inputs)[0].shape[0]
 
 
+def in_microbatches(batch: Tree, number: int) -> Tree:
+    """Return a batch with arrays [number, examples of a microbatch, ...], in the same order."""
+    return jax.tree.map(lambda a: a.reshape(number, -1, *a.shape[1:]), batch)
+
+
+def flat_batch(batch: Tree) -> Tree:
+    """Return a batch with arrays [examples, ...]: undo `in_microbatches`."""
+    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), batch)
+
+
 def divisor(number: Tree) -> jax.Array:
     """Return the divisor that turns a sum of losses into their mean: their number, or 1 for 0.
 

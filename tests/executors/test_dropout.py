@@ -268,7 +268,7 @@ def test_a_network_draws_as_the_function_of_its_key(how):
     pipe = make_pipe(network, batch, **how)
     state = pipe.init(seed=2)
     params = jax.device_get(pipe.stack.options.network.from_parts(pipe.to_natural(state)["params"]))
-    keys = example_keys(jnp.asarray(key_of_seed(0)), jnp.int32(0), 0, 8)
+    keys = example_keys(jnp.asarray(key_of_seed(0)), jnp.int32(0), jnp.arange(8))
     key = wrapped(layer_keys(keys, jnp.int32(0)))  # the same in all layers
 
     def mean_loss(params, key):

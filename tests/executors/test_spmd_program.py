@@ -10,6 +10,7 @@ from support.spmd_programs import ROWS, collectives, equations, shapes_of, sizes
 
 from ppctl.executors.spmd.device_program import padded_sum
 from ppctl.executors.spmd.spmd_program import rank_arrays, spmd_of_rank
+from ppctl.model.stack import in_microbatches
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.tick_lowering import ticks
 
@@ -78,6 +79,7 @@ def run_alone(case, rank):
     }
     model = model_of(case, layout, make_stack(case.model, case.num_layers), params, batch)
     alone = jax.jit(spmd_of_rank(model, layout, lowered))
+    batch = in_microbatches(batch, case.num_microbatches)
     program = alone.lower(own, batch, *rank_arrays(layout, lowered, rank)).compile(COMPILE_FAST)
     return *program(own, batch, *rank_arrays(layout, lowered, rank)), program.as_text()
 

@@ -17,7 +17,7 @@ from ppctl.executors.reference import reference
 from ppctl.executors.spmd.spmd_program import spmd
 from ppctl.model.mlp import mlp
 from ppctl.model.parallel import WHOLE
-from ppctl.model.stack import init
+from ppctl.model.stack import in_microbatches, init
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import FAMILIES, build
 from ppctl.schedule.mesh_axes import MeshSizes
@@ -138,7 +138,8 @@ def staged_step(case, stack=None, *, with_grads=True):
 
     def step(staged, batch):
         model = model_of(case, layout, stack, params, batch)
-        return spmd(model, layout, ticks(program, Costs(), case.remat))(staged, batch)
+        step = spmd(model, layout, ticks(program, Costs(), case.remat))
+        return step(staged, in_microbatches(batch, case.num_microbatches))
 
     return step
 

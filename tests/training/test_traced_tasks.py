@@ -120,7 +120,7 @@ def test_operations_of_another_program_are_no_tasks(tmp_path):
     def other(state, batch):
         return engine.train_step(state, batch)
 
-    shapes = engine.states.staged, engine.placed_batch
+    shapes = engine.states.staged, engine.batches.placed
     programs = [jax.jit(f).lower(*shapes).compile() for f in (engine.train_step, other)]
     state, batch = engine.new_state(), engine.batches.put(next(job.data.batches()))
     with jax.profiler.trace(str(tmp_path)):

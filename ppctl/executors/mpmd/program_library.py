@@ -27,12 +27,13 @@ from ppctl.executors.mpmd.rank_programs import (
     reduce_stage,
     without_shared,
 )
+from ppctl.executors.parameter_layout import BATCH
 from ppctl.executors.stage.stage import LayerSlots
 from ppctl.model.random_keys import KEYS
 from ppctl.model.stack import log_sums_of_parts
 from ppctl.model.trainable_parameters import trained_part
 from ppctl.schedule.ir import PART_KINDS
-from ppctl.schedule.mesh_axes import DATA_AXES, RANK_AXES
+from ppctl.schedule.mesh_axes import RANK_AXES
 
 Tree = Any
 # values that differ by device: they have a leading dim over devices, of length 1 inside a program
@@ -88,7 +89,7 @@ class ProgramLibrary:
         if name in SHARED:
             return self.model.keep(self.param_specs[program.shape]["embed_head"], self.model.shared)
         if name in ("inputs", "targets"):
-            return P(DATA_AXES)
+            return BATCH
         if name == "sum":
             return self._sum_specs
         if self.auto and name in ("embed_head", "acc_embed_head"):
@@ -190,24 +191,19 @@ class ProgramLibrary:
 # tasks
 
 
-def _microbatch_of(model: Model, v: dict[str, Any], name: str) -> Tree:
+def _microbatch_of(v: dict[str, Any], name: str) -> Tree:
     """Return microbatch v["m"] of this device's examples of "inputs", "targets" or "keys"."""
-
-    def one(a: jax.Array) -> jax.Array:
-        batch = a.reshape(model.num_microbatches, -1, *a.shape[1:])
-        return jax.lax.dynamic_index_in_dim(batch, v["m"], 0, False)
-
-    return jax.tree.map(one, v[name])
+    return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, v["m"], 0, False), v[name])
 
 
 def _embedded(model: Model, v: dict[str, Any]) -> jax.Array:
     """Return the embedding of a microbatch, or its summand from a part of the vocabulary."""
-    return model.embed(v["embed_head"], _microbatch_of(model, v, "inputs"), v.get("part"))
+    return model.embed(v["embed_head"], _microbatch_of(v, "inputs"), v.get("part"))
 
 
 def _with_embedding(model: Model, v: dict[str, Any], gx: jax.Array) -> Tree:
     """Return the sums of gradients with the embedding's gradient added."""
-    inputs, total = _microbatch_of(model, v, "inputs"), v["acc_embed_head"]
+    inputs, total = _microbatch_of(v, "inputs"), v["acc_embed_head"]
     return model.add_embedding(v["embed_head"], inputs, gx, total, v.get("part"))
 
 
@@ -215,7 +211,7 @@ def _with_head(
     model: Model, v: dict[str, Any], y: jax.Array
 ) -> tuple[jax.Array | None, dict[str, Any]]:
     """Return (gradient of y, sums of losses and gradients); evaluations: (None, losses)."""
-    args = v["embed_head"], y, _microbatch_of(model, v, "targets")
+    args = v["embed_head"], y, _microbatch_of(v, "targets")
     known = (v["all_log_sums"], v["logits"], v["part"]) if "part" in v else ()
     add = partial(jax.tree.map, lambda total, a: total + jnp.asarray(a, total.dtype), v["losses"])
     if "acc_embed_head" not in v:
@@ -233,7 +229,7 @@ def run_task(model: Model, kind: str, role: Role, v: dict[str, Any]) -> dict[str
     # 1. the stage's arguments, then a forward
     first = role.first_layer
     numbers = None if first is None else range(first, first + role.num_layers)
-    keys = _microbatch_of(model, v, KEYS) if KEYS in v else None
+    keys = _microbatch_of(v, KEYS) if KEYS in v else None
     stage = model.evaluation_stage if keys is None else model.stage
     w = model.inputs.with_keys(v["w"], keys)
     args = w, None if numbers is None else LayerSlots(numbers=numbers)

@@ -17,6 +17,7 @@ from ppctl.executors.mpmd.plan_tasks import Role
 from ppctl.executors.parameter_layout import gather_shards, scatter_sums
 from ppctl.model.layer_inputs import LayerInputs
 from ppctl.model.random_keys import KEYS, SEED, example_keys
+from ppctl.model.stack import flat_batch
 from ppctl.schedule.mesh_axes import DATA_AXES
 
 Tree = Any
@@ -156,7 +157,8 @@ def prepare_rank(
     v = dict(zip(program.reads, values, strict=True))
     place, total = 1, partial(jax.lax.psum, axis_name=DATA_AXES)
     if "targets" in v:
-        place = model.inputs.places(v, total, model.master)
+        batch = flat_batch({name: v[name] for name in ("inputs", "targets")})
+        place = model.inputs.places(batch, total, model.master)
     params = model.computed_params(v["params"], v.get("layer_numbers"), place)
     embed_head, layers = gather_shards(params["embed_head"], specs["embed_head"]), params["layers"]
     zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros((1, *a.shape), model.master), tree)  # noqa: E731
@@ -180,9 +182,10 @@ def prepare_rank(
         "losses": [jax.tree.map(lambda a: jnp.zeros((1, *a.shape), a.dtype), model.losses)],
     }
     if KEYS in program.writes:
-        number = model.num_examples * model.num_microbatches
-        first = number * jax.lax.axis_index(DATA_AXES)
-        found[KEYS] = [example_keys(v[SEED], v["step"], first, number)]
+        device, devices = jax.lax.axis_index(DATA_AXES), jax.lax.axis_size(DATA_AXES)
+        first = (jnp.arange(model.num_microbatches) * devices + device) * model.num_examples
+        numbers = first[:, None] + jnp.arange(model.num_examples)
+        found[KEYS] = [example_keys(v[SEED], v["step"], numbers)]
     return tuple(found[name].pop(0) for name in program.writes)
 
 

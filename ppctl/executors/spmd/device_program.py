@@ -15,7 +15,7 @@ from ppctl.executors.stage.layer_programs import zeros_like
 from ppctl.executors.stage.stage import LayerSlots
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.random_keys import KEYS
-from ppctl.model.stack import Stack
+from ppctl.model.stack import Stack, flat_batch
 from ppctl.model.trainable_parameters import trained_part
 from ppctl.schedule.ir import Kind
 from ppctl.schedule.tick_lowering import Ticks
@@ -58,9 +58,8 @@ class Device:
     ):
         # 1. the arguments
         self.model, self.stack, self.ticks, self.x = model, model.stack, ticks, model.x
-        self.table, number, placement = table[0], model.num_microbatches, layout.placement
+        self.table, placement, self.microbatches = table[0], layout.placement, batch
         self.num_chunks = placement.num_chunks
-        self.microbatches = jax.tree.map(lambda a: a.reshape(number, -1, *a.shape[1:]), batch)
         self.stage = model.stage if KEYS in batch else model.evaluation_stage
         chunks = range(self.num_chunks)
         self.layer_slots = [
@@ -68,7 +67,9 @@ class Device:
         ]
         self.are_sharded = layout.mesh.shape["fsdp"] > 1
         # 2. parameters, gathered here unless the stage gathers its layers
-        place = model.inputs.places(batch, total, model.master) if ticks.has_backward else 1
+        place = 1
+        if ticks.has_backward:
+            place = model.inputs.places(flat_batch(batch), total, model.master)
         shards, by_rank = model.computed_params(params, numbers, place), P(None, "pp")
         self.embed_head = gather_shards(shards["embed_head"], specs["embed_head"])
         layers = model.inputs.extended(specs["layers"], by_rank, by_rank)

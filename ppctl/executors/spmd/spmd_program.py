@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ppctl.executors.model_shapes import Model, shard_bytes, shard_shapes, tree_bytes
-from ppctl.executors.parameter_layout import Layout, scatter_sums
+from ppctl.executors.parameter_layout import BATCH, Layout, scatter_sums
 from ppctl.executors.spmd.device_program import Device
 from ppctl.executors.spmd.tick_programs import TickBody
 from ppctl.executors.work.rank_bytes import RankSizes
@@ -37,9 +37,10 @@ Tree = Any
 def spmd(model: Model, layout: Layout, ticks: Ticks) -> Callable[[Tree, Tree], tuple[Any, Tree]]:
     """Return the function (params, batch) -> (losses, gradients) that runs ticks on layout's mesh.
 
-    params are in staged form (`Layout.to_staged`). batch and results are those of `reference`, with
-    gradients in the parameters' layout and sharding. For a schedule of only forwards
-    (`tick_lowering.forward_only`) the function returns (loss, number of losses in the mean).
+    params are in staged form (`Layout.to_staged`), arrays of batch in that of `in_microbatches`.
+    Results are those of `reference`, with gradients in the parameters' layout and sharding. For a
+    schedule of only forwards (`tick_lowering.forward_only`) the function returns (loss, number of
+    losses in the mean).
     """
     assert ticks.remat is model.remat, "ticks are lowered for the remat of their program"
     assert ticks.schedule.rank_of == layout.placement.rank_of, "ticks are lowered for the layout"
@@ -77,7 +78,7 @@ def spmd(model: Model, layout: Layout, ticks: Ticks) -> Callable[[Tree, Tree], t
         return jax.shard_map(
             local,
             mesh=layout.mesh,
-            in_specs=(specs, P(DATA_AXES), P("pp"), P(None, "pp"), P(None, "pp")),
+            in_specs=(specs, BATCH, P("pp"), P(None, "pp"), P(None, "pp")),
             out_specs=(P(), trained_specs if ticks.has_backward else P()),
             check_vma=False,
         )(params, batch, *_of_ranks(layout, ticks))

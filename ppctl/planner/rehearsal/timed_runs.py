@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ppctl.model.stack import in_microbatches
 from ppctl.training.pipeline.job import TrainingJob
 
 Tree = Any
@@ -51,11 +52,12 @@ def run_steps(job: TrainingJob, count: int = STEPS) -> Timing:
 
 
 def examples_of_device(job: TrainingJob) -> dict[str, jax.Array]:
-    """Return a device's share of a batch of the job's data: {"inputs", "targets"}."""
+    """Return a device's share of a placed batch of the job's data: {"inputs", "targets"}."""
     model = job.pipe.model
     number = model.num_microbatches * model.microbatch["inputs"].shape[0]
     batch = next(job.data.batches(rows=range(number)))
-    return {name: jnp.asarray(batch[name], a.dtype) for name, a in model.microbatch.items()}
+    parts = {name: jnp.asarray(batch[name], a.dtype) for name, a in model.microbatch.items()}
+    return in_microbatches(parts, model.num_microbatches)
 
 
 def random_like(tree: Tree) -> Tree:

@@ -149,16 +149,21 @@ def state_shapes(stack: Stack, optimizer: Optimizer) -> Tree:
 
 
 def train_step(
-    loss_and_grads: LossAndGrads, optimizer: Optimizer, lr_schedule: optax.Schedule | None = None
+    loss_and_grads: LossAndGrads,
+    optimizer: Optimizer,
+    lr_schedule: optax.Schedule | None = None,
+    num_dims: int = 1,
 ) -> Callable[..., tuple[Tree, dict[str, jax.Array]]]:
     """Return the function (state, batch) -> (next state, metrics).
 
-    batch: as in `with_example_keys`. metrics: "loss"; attached losses; "grad_norm", the global norm
-    before clipping; "lr" with an lr_schedule; "counts" if the model has counted parameters.
+    batch, num_dims: as in `with_example_keys`. metrics: "loss"; attached losses; "grad_norm", the
+    global norm before clipping; "lr" with an lr_schedule; "counts" if the model has counted
+    parameters.
     """
 
     def step(state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
-        losses, grads = loss_and_grads(state["params"], with_example_keys(batch, state["step"]))
+        batch = with_example_keys(batch, state["step"], num_dims)
+        losses, grads = loss_and_grads(state["params"], batch)
         norm = global_norm(without_counted(grads, counted_by(optimizer)))
         metrics: dict[str, Any] = losses | {"grad_norm": norm} | counts_of(optimizer, grads)
         if lr_schedule is not None:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
 
 from ppctl.errors import ConfigError
 from ppctl.executors.model_shapes import Model, tree_bytes
@@ -177,7 +178,18 @@ class Pipeline:
         """Return (mean loss, gradients in natural order) of a batch; the state stays usable."""
         return self.engine.loss_and_grads(self._state_checks.checked(state), self.put(batch))
 
+    def _is_placed(self, batch: Any) -> bool:
+        def is_at(a: Any, sharding: NamedSharding) -> bool:
+            return isinstance(a, jax.Array) and a.sharding == sharding
+
+        return isinstance(batch, Mapping) and all(
+            key in batch and all(is_at(a, to) for a in jax.tree.leaves(batch[key]))
+            for key, to in self.engine.batches.shardings.items()
+        )
+
     def _is_whole(self, batch: Mapping[str, Any]) -> bool:
+        if self._is_placed(batch):
+            return True
         arrays = jax.tree.leaves(batch["inputs"], is_leaf=lambda a: not isinstance(a, Mapping))
         return [np.shape(a)[:1] for a in arrays[:1]] == [(self.batch_size,)]
 
@@ -294,13 +306,8 @@ class Pipeline:
         Raises:
             ConfigError: The batch has other names or shapes than the pipeline's batch.
         """
-        shardings = self.engine.batches.shardings
-        is_at = lambda a, to: isinstance(a, jax.Array) and a.sharding == to  # noqa: E731
-        if isinstance(batch, Mapping) and all(
-            key in batch and all(is_at(a, to) for a in jax.tree.leaves(batch[key]))
-            for key, to in shardings.items()
-        ):
-            return {key: batch[key] for key in shardings}
+        if self._is_placed(batch):
+            return {key: batch[key] for key in self.engine.batches.shardings}
         arrays = on_host(batch, self.batch_shapes, self.stack)
         rows = list(self.engine.batches.examples)
         return self.engine.batches.put(jax.tree.map(lambda a: a[rows], arrays))

@@ -13,13 +13,13 @@ from ppctl.executors.model_shapes import Model
 from ppctl.executors.parameter_layout import Layout, layer_specs, shapes_on_device
 from ppctl.executors.reference import reference
 from ppctl.executors.spmd.spmd_program import spmd, spmd_sizes, state_sizes
-from ppctl.model.stack import DividedStack, Stack, num_examples
+from ppctl.model.stack import DividedStack, Stack, flat_batch, num_examples
 from ppctl.schedule.mesh_axes import DATA_AXES, MeshSizes
 from ppctl.schedule.scheduled_step import ScheduledStep
 from ppctl.training.pipeline.engines.mpmd_engine import Mpmd
 from ppctl.training.pipeline.engines.one_program import OneProgram
 from ppctl.training.pipeline.engines.post_validation import PostValidated
-from ppctl.training.pipeline.engines.train_states import States
+from ppctl.training.pipeline.engines.train_states import States, over_mesh
 from ppctl.training.pipeline.execution import Execution
 from ppctl.training.pipeline.optimizers import LossAndGrads, ModelOptimizer
 
@@ -63,7 +63,8 @@ def make_engine(
         slots = step.ticks.num_slots
         sizes = spmd_sizes(model, states.layout, states.staged, splits=bool(slots.get("pending")))
     options = execution.xla_flags, model.stack.takes_key
-    return OneProgram(states, shapes, *functions, *how, sizes, slots, *options)
+    batches = over_mesh(shapes, states.layout.mesh, model.num_microbatches)
+    return OneProgram(states, batches, *functions, *how, sizes, slots, *options)
 
 
 def model_of(
@@ -113,9 +114,13 @@ def _by_reference(model: Model, layout: Layout, execution: Execution) -> tuple[L
     """Return the un-pipelined functions of gradients and mean loss, on staged parameters."""
 
     def gradients(params: Tree, batch: Tree) -> tuple[dict[str, jax.Array], Tree]:
-        losses, grads = of(with_grads=True)(layout.to_natural(params), batch)
+        losses, grads = of_batch(layout.to_natural(params), flat_batch(batch))
         return losses, layout.to_staged(grads)
 
-    how = {"num_microbatches": model.num_microbatches, "remat": execution.remat}
-    of = partial(reference, model.stack, **how, dtype=model.dtype)
-    return gradients, lambda params, batch: of(with_grads=False)(layout.to_natural(params), batch)
+    def mean_loss(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
+        return of_loss(layout.to_natural(params), flat_batch(batch))
+
+    number, remat, dtype = model.num_microbatches, execution.remat, model.dtype
+    of = partial(reference, model.stack, num_microbatches=number, remat=remat, dtype=dtype)
+    of_batch, of_loss = of(with_grads=True), of(with_grads=False)
+    return gradients, mean_loss

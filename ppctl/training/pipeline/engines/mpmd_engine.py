@@ -26,13 +26,13 @@ from ppctl.executors.mpmd.mpmd_runtime import Runtime
 from ppctl.executors.mpmd.plan_tasks import roles, task_entries
 from ppctl.executors.mpmd.rank_programs import rank_entries, rank_entry, rank_roles, reductions
 from ppctl.executors.mpmd.rank_trees import Division
+from ppctl.executors.parameter_layout import BATCH
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.layer_reports import COUNTS
 from ppctl.model.random_keys import SEED, key_of_seed
 from ppctl.model.stack import metric_means, number_of
 from ppctl.model.trainable_parameters import trained_part
 from ppctl.schedule.ir import Task
-from ppctl.schedule.mesh_axes import DATA_AXES
 from ppctl.schedule.scheduled_step import ScheduledStep
 from ppctl.training.pipeline.engines.step_memory import Footprint, Temporaries, by_part
 from ppctl.training.pipeline.engines.step_programs import StepPrograms, dispatched_programs
@@ -135,8 +135,8 @@ class Mpmd:
     def batches(self) -> PlacedBatches:
         submeshes = self.division.submeshes
         pairs = ((name, rank) for name, ranks in self.readers.items() for rank in ranks)
-        shardings = {(name, r): NamedSharding(submeshes[r], P(DATA_AXES)) for name, r in pairs}
-        return PlacedBatches(self.batch_shapes, shardings)
+        shardings = {(name, r): NamedSharding(submeshes[r], BATCH) for name, r in pairs}
+        return PlacedBatches(self.batch_shapes, shardings, self.model.num_microbatches)
 
     @cached_property
     def _numbers(self) -> dict[Key, np.ndarray]:
@@ -173,7 +173,7 @@ class Mpmd:
         """The shapes of the inputs of a plan, with shardings on a submesh."""
         shape, described = self.runtime.shape, self.division.described
         shapes: dict[Key, Tree] = {
-            key: shape(self.batch_shapes[key[0]], P(DATA_AXES)) for key in self.batches.shardings
+            key: shape(tree, BATCH) for key, tree in self.batches.placed.items()
         }
         for name, tree in self.states.staged.items():
             path = (DictKey(name),)

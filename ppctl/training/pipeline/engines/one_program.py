@@ -5,7 +5,7 @@ Staged and natural form: see `train_states`.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -20,7 +20,6 @@ from ppctl.executors.programs_under_way import ProgramsUnderWay
 from ppctl.executors.work.rank_bytes import RankSizes, rank_bytes
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.random_keys import SEED, key_of_seed, with_example_keys
-from ppctl.schedule.mesh_axes import DATA_AXES
 from ppctl.training.pipeline.engines.step_memory import Footprint, Temporaries
 from ppctl.training.pipeline.engines.step_programs import StepProgram, StepPrograms
 from ppctl.training.pipeline.engines.train_states import PlacedBatches, States, shardings_of
@@ -33,12 +32,12 @@ Tree = Any
 class OneProgram:
     """An `Engine` with a staged state; `loss_and_grads_of` and `loss_of` take staged parameters.
 
-    The other engines have the same methods, except `train_step`, `placed_batch` and the methods
-    that trace, lower and compile one program.
+    The other engines have the same methods, except `train_step` and the methods that
+    trace, lower and compile one program.
     """
 
     states: States
-    batch_shapes: Tree  # shapes and dtypes of a global batch
+    batches: PlacedBatches  # placement of global batches for `step`, and this process's examples
     loss_and_grads_of: Callable[[Tree, Tree], tuple[dict[str, jax.Array], Tree]]
     loss_of: Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]
     optimizer: Optimizer
@@ -76,20 +75,6 @@ class OneProgram:
         return self.states.staged
 
     @cached_property
-    def batches(self) -> PlacedBatches:
-        """The placement of global batches for `step`, and this process's examples."""
-        sharding = NamedSharding(self.states.layout.mesh, P(DATA_AXES))
-        return PlacedBatches(self.batch_shapes, dict.fromkeys(self.batch_shapes, sharding))
-
-    @cached_property
-    def placed_batch(self) -> Tree:
-        """Shapes, dtypes and shardings of a placed batch."""
-        sharding = self.batches.shardings["inputs"]
-        return jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), self.batch_shapes
-        )
-
-    @cached_property
     def _seed_key(self) -> dict[str, np.ndarray]:
         """The random key of the seed, an extra entry of batches; {} if no layer takes a key."""
         return {SEED: key_of_seed(self.states.seed)} if self.takes_key else {}
@@ -100,7 +85,7 @@ class OneProgram:
 
     @property
     def train_step(self) -> Callable[..., tuple[Tree, dict[str, jax.Array]]]:
-        return train_step(self.loss_and_grads_of, self.optimizer, self.lr_schedule)
+        return train_step(self.loss_and_grads_of, self.optimizer, self.lr_schedule, 2)
 
     def trace_train_step(self) -> jax.stages.Traced:
         """Trace the train step (state, batch) -> (state, metrics), which donates the state."""
@@ -108,7 +93,7 @@ class OneProgram:
         out = shardings_of(self.states.staged), everywhere
         step = jax.jit(self.train_step, donate_argnums=0, out_shardings=out)
         key = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), self._seed_key)
-        return step.trace(self.states.staged, self.placed_batch | key)
+        return step.trace(self.states.staged, self.batches.placed | key)
 
     def lower_train_step(self) -> jax.stages.Lowered:
         """Return the train step lowered, ready to compile."""
@@ -118,7 +103,7 @@ class OneProgram:
         """Compile the train step, and with `evaluate` the programs of `loss`."""
         self.compiled["step"] = step = self.compile_program(self.lower_train_step())
         if evaluate:
-            lowered = jax.jit(self.loss_of).lower(self.states.staged["params"], self.placed_batch)
+            lowered = jax.jit(self.loss_of).lower(self.states.staged["params"], self.batches.placed)
             self.compiled["loss"] = self.compile_program(lowered)
         ranks = self.states.layout.mesh.shape["pp"]
         return Footprint(temp_bytes(step), (total_bytes(step),) * ranks, step.as_text() or "")
@@ -181,5 +166,8 @@ class OneProgram:
 
     @cached_property
     def _of_gradients(self) -> tuple[Callable[..., Any], ...]:
-        functions = with_example_keys, self.loss_and_grads_of, self.states.layout.to_natural
-        return tuple(map(compiled_quickly, functions))
+        with_keys, to_natural = (
+            partial(with_example_keys, num_dims=2),
+            self.states.layout.to_natural,
+        )
+        return tuple(map(compiled_quickly, (with_keys, self.loss_and_grads_of, to_natural)))

@@ -6,15 +6,15 @@ on each of P ranks (`ppctl.executors.parameter_layout`).
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from ppctl.executors.compiler_options import compiled_quickly
-from ppctl.executors.parameter_layout import Layout
+from ppctl.executors.parameter_layout import BATCH, Layout
 from ppctl.model.stack import num_examples
 
 Tree = Any
@@ -76,12 +76,16 @@ def shardings_of(tree: Tree) -> Tree:
 class PlacedBatches:
     """The placement of global batches on a mesh, or on the submeshes of the ranks that read them.
 
+    Placed arrays are [microbatches, examples of a microbatch, ...], and devices divide the examples
+    of each microbatch: so the same examples form microbatch m however many devices divide it.
+
     shapes: shapes of a global batch. shardings: shardings of the placed arrays by name or (name,
     rank); they divide only the examples.
     """
 
     shapes: Mapping[str, Tree]
     shardings: Mapping[Any, NamedSharding]
+    num_microbatches: int = 1
 
     @property
     def size(self) -> int:
@@ -89,32 +93,59 @@ class PlacedBatches:
         return num_examples(self.shapes["inputs"])
 
     @cached_property
+    def placed(self) -> dict[Any, Tree]:
+        """Shapes, dtypes and shardings of a placed batch."""
+
+        def one(a: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+            shape = *self._numbers.shape, *a.shape[1:]
+            return jax.ShapeDtypeStruct(shape, a.dtype, sharding=sharding)
+
+        return {
+            key: jax.tree.map(partial(one, sharding=sharding), self.shapes[name_of(key)])
+            for key, sharding in self.shardings.items()
+        }
+
+    @cached_property
+    def _numbers(self) -> np.ndarray:
+        """The numbers of the examples of each microbatch, [microbatches, examples]."""
+        return np.arange(self.size).reshape(self.num_microbatches, -1)
+
+    @cached_property
     def examples(self) -> tuple[int, ...]:
         """The numbers of a global batch's examples on this process's devices, ascending."""
-        maps = (s.addressable_devices_indices_map((self.size,)) for s in self.shardings.values())
-        held = (index[0] for places in maps for index in places.values() if index)
-        return tuple(sorted({example for part in held for example in range(self.size)[part]}))
+        shape, held = self._numbers.shape, set[int]()
+        for sharding in self.shardings.values():
+            for index in sharding.addressable_devices_indices_map(shape).values():
+                held.update(self._numbers[index].ravel().tolist() if index else ())
+        return tuple(sorted(held))
 
     def put(self, batch: Mapping[str, Any]) -> dict[Any, Tree]:
-        """Return global arrays [size, ...] from a batch of this process's `examples` only."""
-        place = {example: i for i, example in enumerate(self.examples)}
+        """Return placed global arrays from a batch of this process's `examples` only."""
+        held = np.array(self.examples, np.int64)
 
         def one(array: Any, sharding: NamedSharding) -> jax.Array:
             values = np.asarray(array)
             dtype = jax.dtypes.canonicalize_dtype(values.dtype)  # 64 bits only with JAX's x64
-            values, shape = values.astype(dtype, copy=False), (self.size, *values.shape[1:])
+            values = values.astype(dtype, copy=False)
+            shape = *self._numbers.shape, *values.shape[1:]
             if not sharding.addressable_devices:  # all devices belong to other processes
                 return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
 
             def part(index: Any) -> np.ndarray:
-                return values[[place[n] for n in range(self.size)[index[0]]]]
+                return values[np.searchsorted(held, self._numbers[index[:2]])]
 
             return jax.make_array_from_callback(shape, sharding, part, dtype=dtype)
 
         return {
-            key: jax.tree.map(lambda a, to=sharding: one(a, to), batch[name_of(key)])
+            key: jax.tree.map(partial(one, sharding=sharding), batch[name_of(key)])
             for key, sharding in self.shardings.items()
         }
+
+
+def over_mesh(shapes: Mapping[str, Tree], mesh: Mesh, num_microbatches: int) -> PlacedBatches:
+    """Return the placement of batches of these shapes on one mesh."""
+    sharding = NamedSharding(mesh, BATCH)
+    return PlacedBatches(shapes, dict.fromkeys(shapes, sharding), num_microbatches)
 
 
 def name_of(key: str | tuple[str, int]) -> str:

@@ -20,7 +20,7 @@ from ppctl.executors.compiler_options import compiled_quickly
 from ppctl.executors.programs_under_way import ProgramsUnderWay
 from ppctl.executors.reference import by_example, outputs_of, reference
 from ppctl.model.random_keys import SEED, key_of_seed, with_example_keys
-from ppctl.model.stack import Stack, divisor, init, num_examples
+from ppctl.model.stack import Stack, divisor, in_microbatches, init, num_examples
 from ppctl.training.pipeline.unpipelined.head_metrics import Metric, metric_sums
 
 Tree = Any
@@ -125,7 +125,7 @@ def plain_functions(
     mean_loss = of_parts(num_microbatches=1, with_grads=False)
 
     def losses(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
-        parts = jax.tree.map(lambda a: a.reshape(num_parts, -1, *a.shape[1:]), batch)
+        parts = in_microbatches(batch, num_parts)
         means, numbers = jax.lax.map(partial(mean_loss, params), parts)
         return (means * numbers).sum(), numbers.sum()
 
