@@ -22,13 +22,14 @@ class Placement:
 
     partition: Partition
     rank_of: tuple[int, ...]
+    least_slots: int = 0  # least number of layer slots of a chunk
 
     def on(self, ranks: Collection[int]) -> Self:
         """Return the placement of the stages on these ranks, which become ranks 0, 1, ..."""
         place = {rank: i for i, rank in enumerate(ranks)}
         held = [(layers, place[r]) for layers, r in self.stages if r in place]
         partition, rank_of = zip(*held, strict=True)
-        return type(self)(partition, rank_of)
+        return type(self)(partition, rank_of, self.num_slots)
 
     @property
     def stages(self) -> list[tuple[range, int]]:
@@ -42,6 +43,11 @@ class Placement:
     @property
     def num_chunks(self) -> int:
         return len(self.counts)
+
+    @property
+    def num_slots(self) -> int:
+        """Layer slots of a chunk: the layers of the largest stage."""
+        return max(int(self.counts.max()), self.least_slots)
 
     @cached_property
     def counts(self) -> np.ndarray:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -232,6 +233,19 @@ class Layout:
     def shardings(self, specs: Tree) -> Tree:
         """Return the NamedSharding of each PartitionSpec on the mesh."""
         return jax.tree.map(partial(NamedSharding, self.mesh), specs)
+
+
+def with_layers(tree: Tree, layers: np.ndarray) -> Tree:
+    """Return a tree in natural order, arrays or shapes, with only these layers."""
+
+    def take(path: tuple, leaf: Any) -> Any:
+        if not is_layer(path):
+            return leaf
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct((len(layers), *leaf.shape[1:]), leaf.dtype)
+        return leaf[layers]
+
+    return jax.tree_util.tree_map_with_path(take, tree)
 
 
 def shapes_on_device(params: Tree, shards: Mapping[tuple[str, ...], Shard]) -> Tree:

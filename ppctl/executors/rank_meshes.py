@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
+import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from ppctl.executors.described_devices import is_described
 from ppctl.schedule.mesh_axes import RANK_AXES, MeshSizes
 
 
@@ -48,6 +50,13 @@ class RankMeshes:
         """The index of each rank's group."""
         groups = {rank: g for g, (_, ranks) in enumerate(self.groups) for rank in ranks}
         return tuple(groups[rank] for rank in sorted(groups))
+
+    @cached_property
+    def is_mine(self) -> tuple[bool, ...]:
+        """Whether this process has a device of each rank; of described devices it has all."""
+        is_all, mine = is_described(self.storage), jax.process_index()
+        processes = [[d.process_index for d in mesh.devices.flat] for mesh in self.by_rank]
+        return tuple(is_all or mine in each for each in processes)
 
     @property
     def num_ranks(self) -> int:

@@ -281,16 +281,16 @@ def metric_means(number: Tree) -> dict[str, jax.Array]:
     return {name: a[0] / divisor(a[1]) for name, a in sums.items() if name != "number"}
 
 
-def init(stack: Stack, seed: int) -> Tree:
-    """Return initial parameters {"embed_head", "layers"}; leaves of "layers" are [num_layers, ...].
+def init(stack: Stack, seed: int, layers: Any = None) -> Tree:
+    """Return initial parameters {"embed_head", "layers"}; leaves of "layers" are [layers, ...].
 
     Layer l's parameters depend only on the seed and l, not on the number of layers or the layout.
+    layers: the numbers of the layers to draw; None: all, as for every network.
     """
     if stack.options.network is not None:
+        assert layers is None, "a network draws its parameters together"
         return stack.options.network.initial(wrapped(key_of_seed(seed)))
+    numbers = jnp.arange(stack.num_layers) if layers is None else jnp.asarray(layers)
     first, second = jax.random.split(wrapped(key_of_seed(seed)))
     layer = lambda l: stack.init_layer(jax.random.fold_in(second, l), l)  # noqa: E731
-    return {
-        "embed_head": stack.init_embed_head(first),
-        "layers": jax.vmap(layer)(jnp.arange(stack.num_layers)),
-    }
+    return {"embed_head": stack.init_embed_head(first), "layers": jax.vmap(layer)(numbers)}

@@ -64,13 +64,13 @@ def test_both_orders_of_a_pair_are_programs_and_a_second_step_compiles_nothing()
     case = MpmdCase("dualpipe_v", (1, 2, 1), num_layers=4, remat="none", model="mlp", fuses=True)
     engine, batch = make_engine(case)
     engine.compile(evaluate=False)
-    before = dict(engine.runtime.compiled)
+    before = dict(engine.compiled.compiled)
     kinds = {program.kind for program, _ in before}
     assert {"BF", "FB"} <= kinds
     state, placed = engine.new_state(), engine.batches.put(batch)
     for _ in range(2):
         state, _ = engine.step(state, placed)
-    assert engine.runtime.compiled == before
+    assert engine.compiled.compiled == before
 
 
 # --- refused ------------------------------------------------------------------------------
@@ -121,8 +121,8 @@ def compiled_for_gpus(dispatch):
         plan=config.Plan(topology="h100:1x8"),
     )
     engine = assemble(request).pipe.engine
-    entries, _ = engine.plan("step")
-    engine.runtime.shapes(entries, engine.given_shapes)
+    entries, _ = engine.plans.plan("step")
+    engine.compiled.shapes(entries, engine.given_shapes)
     of_kind = {}
     for entry in entries:
         roles = entry.program and getattr(entry.program.shape, "programs", [entry.program])
@@ -130,8 +130,8 @@ def compiled_for_gpus(dispatch):
             of_kind.setdefault(entry.program.kind, entry)
     found = {}
     for kind in ("F", "B", "BF"):
-        (compiled,) = engine.runtime.compiled_first([of_kind[kind]]).values()
-        counted = collectives(compiled.as_text(), engine.runtime.submeshes[0].shape)
+        (compiled,) = engine.compiled.compiled_first([of_kind[kind]]).values()
+        counted = collectives(compiled.as_text(), engine.compiled.submeshes[0].shape)
         of_ep = [each for each in counted if each.axes == ("ep",) and each.bytes > 2**18]
         found[kind] = tuple(
             sum(getattr(each, name) for each in of_ep) for name in ("instructions", "overlapped")

@@ -103,7 +103,7 @@ def test_tasks_gather_layer_by_layer_and_a_second_step_compiles_nothing():
     engine, batch = make_engine(MpmdCase("zb_h1", (1, 2, 2), num_layers=6, remat="none", **SMALL))
     engine.compile(evaluate=False)
     gathers = {}
-    for (program, _), compiled in engine.runtime.compiled.items():
+    for (program, _), compiled in engine.compiled.compiled.items():
         found = [line for body in computations(compiled.as_text())[1].values() for line in body]
         shapes = [line.split(" = ")[1].split("{")[0] for line in found if " all-gather(" in line]
         gathers.setdefault(program.kind, []).append(sorted(shapes))
@@ -112,11 +112,11 @@ def test_tasks_gather_layer_by_layer_and_a_second_step_compiles_nothing():
     assert all(shapes == sorted([kernel, bias] * 3) for shapes in gathers["I"])
     assert all(shapes == [] for shapes in gathers["W"])
     assert kernel not in {shape for shapes in gathers["prepare"] for shape in shapes}
-    before = dict(engine.runtime.compiled)
+    before = dict(engine.compiled.compiled)
     state, placed = engine.new_state(), engine.batches.put(batch)
     for _ in range(2):
         state, _ = engine.step(state, placed)
-    assert engine.runtime.compiled == before
+    assert engine.compiled.compiled == before
 
 
 def request(executor, gather, **changes):

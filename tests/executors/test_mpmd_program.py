@@ -34,7 +34,7 @@ def case_of(schedule, **changes):
 
 def ops_of(case, what="step"):
     engine, _ = make_engine(case)
-    return engine, engine.plan(what)[0]
+    return engine, engine.plans.plan(what)[0]
 
 
 @pytest.mark.parametrize("schedule", FAMILIES)
@@ -80,7 +80,7 @@ def test_with_remat_full_the_last_forward_is_left_to_its_backward():
 @pytest.mark.parametrize("schedule", ["zb_h1", "interleaved", "zb_v"])
 def test_buffers_are_freed_after_their_last_use(schedule):
     engine, ops = ops_of(case_of(schedule))
-    kept = engine.plan("step")[1]
+    kept = engine.plans.plan("step")[1]
     freed = last_uses(ops, {*kept, *engine.given_shapes})
     live = set()
     for op, drop in zip(ops, freed, strict=True):
@@ -130,13 +130,13 @@ def test_tasks_have_no_collectives_and_complete_gradients_are_reduced_once():
     engine, _ = make_engine(case_of("zb_h1", mesh=(2, 2, 2), num_layers=3))
     engine.compile(evaluate=True)
     found = defaultdict(set)
-    for (program, _), compiled in engine.runtime.compiled.items():
+    for (program, _), compiled in engine.compiled.compiled.items():
         found[program.kind] |= {match[1] for match in COLLECTIVES.finditer(compiled.as_text())}
     assert {kind: found[kind] for kind in TASKS} == {kind: set() for kind in TASKS}
     assert found["prepare"] == {"all-gather"}
     assert found["finish"] >= {"all-reduce"}
     assert found["reduce"] >= {"reduce-scatter"}
-    ops = [op for op in engine.plan("step")[0] if op.program]
+    ops = [op for op in engine.plans.plan("step")[0] if op.program]
     assert [op.rank for op in ops if op.program.kind == "finish"] == [0, 1]
     for stage in (0, 1):
         of_rank = [op for op in ops if op.rank == stage]
@@ -148,13 +148,13 @@ def test_tasks_have_no_collectives_and_complete_gradients_are_reduced_once():
 def test_equal_stages_share_a_program_and_a_second_step_compiles_nothing():
     engine, batch = make_engine(case_of("1f1b", num_layers=8))
     engine.compile(evaluate=False)
-    lowered = [program.kind for program in engine.runtime.lowered]
+    lowered = [program.kind for program in engine.compiled.lowered]
     assert lowered.count("F") == lowered.count("B") == 3  # first, last, and one for both in between
     state, placed = engine.new_state(), engine.batches.put(batch)
-    before = dict(engine.runtime.compiled)
+    before = dict(engine.compiled.compiled)
     for _ in range(2):
         state, _ = engine.step(state, placed)
-    assert engine.runtime.compiled == before
+    assert engine.compiled.compiled == before
 
 
 def test_temporary_memory_of_1f1b_does_not_grow_with_the_number_of_microbatches():

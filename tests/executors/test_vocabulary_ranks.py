@@ -115,8 +115,8 @@ def test_ranks_of_mpmd_get_their_parts_of_the_vocabulary():
     for of_rank in pipe.engine.new_state(0):
         embed_head = of_rank["params"]["embed_head"]
         assert (embed_head["embedding"].shape[0], embed_head["head"].shape[1]) == (65, 65)
-    entries, _ = pipe.engine.plan("step")
-    values = pipe.engine.runtime.shapes(entries, pipe.engine.given_shapes)
+    entries, _ = pipe.engine.plans.plan("step")
+    values = pipe.engine.compiled.shapes(entries, pipe.engine.given_shapes)
     assert (
         max(size for a in jax.tree.leaves(values) for size in a.shape) < 257
     )  # nothing has all ids

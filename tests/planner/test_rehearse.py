@@ -97,7 +97,7 @@ def times(request, forward_s, backward_s, at_once=ALL_ALIKE):
 @pytest.mark.parametrize("name", full_except([*REQUESTS], "1f1b"))
 def test_rehearsed_tasks_of_a_rank_are_the_dispatched_ones(name):
     job = assemble(REQUESTS[name], on_one_device=True)
-    entries, _ = job.pipe.engine.plan("step")
+    entries, _ = job.pipe.engine.plans.plan("step")
     for r, (_, prepare, tasks) in enumerate(rehearse.rank_parts(job)):
         wanted = [
             entry

@@ -29,6 +29,7 @@ from ppctl.schedule.vocabulary_parallel import with_vocabulary
 from ppctl.training.pipeline import optimizers as optim
 from ppctl.training.pipeline.engines.mpmd_engine import Mpmd
 from ppctl.training.pipeline.engines.post_validation import PostValidated
+from ppctl.training.pipeline.engines.rank_states import GroupModel
 from ppctl.training.pipeline.engines.train_states import States
 from ppctl.training.pipeline.optimizers import init_state
 from ppctl.training.pipeline.pipeline_request import divided_stack, shards_in_stages
@@ -92,7 +93,8 @@ def engine_of(case, stack, params, batch, clip_norm=CLIP_NORM, *, post_validatio
         jax.tree.map(jnp.asarray, params), optimizer, stack.options.trainable
     )
     states = States(layout, start, jax.eval_shape(lambda: start(0)))
-    arguments = states, shapes, model, step, optimizer, LR_SCHEDULE, COMPILE_FAST
+    groups = (GroupModel(tuple(range(pp)), layout, model),)
+    arguments = states, shapes, groups, step, optimizer, LR_SCHEDULE, COMPILE_FAST
     if post_validation:
         return PostValidated(*arguments, max_norm=clip_norm)
     return Mpmd(*arguments)

@@ -69,12 +69,12 @@ def trained(
         {name: a[list(used.batches.examples)] for name, a in batch.items()}
     )
     used.compile(evaluate=evaluate)
-    ranks = {rank for _, rank in runtime.compiled}
+    ranks = {rank for _, rank in runtime.programs.compiled}
     assert ranks == {r for r in used.ranks if runtime.is_mine[r]}, (ranks, runtime.is_mine)
-    assert all(runtime.is_mine[a] or runtime.is_mine[b] for _, a, b in runtime.crossings)
+    assert all(runtime.is_mine[a] or runtime.is_mine[b] for _, a, b in runtime.programs.crossings)
     if slow:
         used.walks |= {name: slowed(walk, INDEX) for name, walk in used.walks.items()}
-    compiled = len(runtime.compiled), len(runtime.crossings)
+    compiled = len(runtime.programs.compiled), len(runtime.programs.crossings)
     multihost_utils.sync_global_devices("compiled")  # like a run
     state, metrics = used.new_state(), []
     began = time.perf_counter()
@@ -94,7 +94,9 @@ def trained(
     if round_trip:
         again = whole(used.to_natural(used.from_natural(natural)), mesh)
         assert all(map(np.array_equal, again, leaves))
-    assert (len(runtime.compiled), len(runtime.crossings)) == compiled, "a step has compiled"
+    assert (len(runtime.programs.compiled), len(runtime.programs.crossings)) == compiled, (
+        "a step has compiled"
+    )
     return found | {f"state{i}": leaf for i, leaf in enumerate(leaves)}
 
 

@@ -56,7 +56,7 @@ def test_no_rank_waits_for_the_norm_before_its_update(setting):
 
     def depends_on_norm(what):
         late, found = set(), []
-        for op in engine.plan(what)[0]:
+        for op in engine.plans.plan(what)[0]:
             if (op.program and op.program.kind == "combine") or late & set(op.reads):
                 late |= set(op.writes)
                 found += [op] * (op.program is not None and op.program.kind in ("try", "update"))

@@ -154,7 +154,7 @@ def test_programs_of_mpmd_are_compiled_once_each_and_each_rank_has_its_memory(mo
     monkeypatch.setattr(runtime, "is_described", lambda mesh: True)
     engine = assemble(DISPATCHED).pipe.engine
     assert engine.compile(evaluate=False).total_bytes == here.total_bytes
-    built = list(engine.runtime.compiled)
+    built = list(engine.compiled.compiled)
     assert len(built) == len({program for program, _ in built}) < sum(map(len, engine.dispatched()))
     assert engine.runtime.turns == [None] * 4  # no array lies on a device that is not here
 

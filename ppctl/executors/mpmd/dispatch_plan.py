@@ -27,6 +27,7 @@ class ProgramId(NamedTuple):
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     shape: Any  # hashable; everything else that distinguishes programs of a kind
+    group: int = 0  # index of the group of ranks, all of equal sizes, that run it
 
 
 class PlanEntry(NamedTuple):

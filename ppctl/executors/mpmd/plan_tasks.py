@@ -41,6 +41,8 @@ JOINED = {
     "gy": ("own_gy", "part_gy"),
     "all_log_sums": ("own_log_sums", "log_sums"),
 }
+# values in the form of a stage's input on one device
+ACTIVATIONS = ("x", "y", "gx", "gy", "last_y", "first_gx", *JOINED["x"], *JOINED["gy"])
 # values of a whole rank, whose keys have no stage and no microbatch
 OF_RANK = ("inputs", "targets", KEYS, "losses", "embed_head", "acc_embed_head", "part")
 

@@ -1,9 +1,9 @@
-"""Split a staged tree on the whole mesh into a tree for each rank on its submesh, and join them.
+"""Split a staged tree of a group of ranks into a tree for each rank on its mesh, and join them.
 
 Neither direction copies layers, parts of a divided vocabulary, or leaves such as step counts: the
 shards of the staged form are on their rank's devices. Undivided leaves of embedding and head are
-sent to all ranks, one leaf at a time: with several processes only programs of the whole mesh can
-move them. Leaves of ranks on other processes are None.
+sent to all ranks, one leaf at a time: with several processes only programs of the group's mesh
+can move them. Leaves of ranks on other processes are None.
 """
 
 from collections.abc import Sequence
@@ -27,14 +27,20 @@ Tree = Any
 
 
 class Division:
-    """The division of staged trees by rank. holders: ranks that hold each leaf of embed_head."""
+    """The division of a group's staged trees by rank.
 
-    def __init__(self, layout: Layout, embed_head: Tree, holders: Sequence[tuple[int, ...]]):
+    layout: of the group, whose index r along pp is the r-th rank of the group. used: whether each
+    of these ranks holds each leaf of embed_head.
+    """
+
+    def __init__(self, layout: Layout, embed_head: Tree, used: Sequence[tuple[bool, ...]]):
         self.layout, self.mesh = layout, layout.mesh
         self.submeshes = RankMeshes.of(layout.mesh).by_rank
         flat = jax.tree_util.tree_leaves_with_path({"embed_head": embed_head})
-        names = (parameter_of(path) for path, _ in flat)
-        self.holders = dict(zip(names, holders, strict=True))
+        self.holders = {
+            parameter_of(path): tuple(r for r, uses in enumerate(used) if uses[i])
+            for i, (path, _) in enumerate(flat)
+        }
 
     def _place(self, path: tuple, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
         """Return (kind of a leaf: layers | part | embed_head | other, the ranks that hold it)."""
@@ -65,15 +71,11 @@ class Division:
         parts = len(self.submeshes)
         return tuple(n // parts if dim == shard.dim else n for dim, n in enumerate(shape))
 
-    def described(self, tree: Tree, rank: int, above: tuple = ()) -> tuple[Tree, Tree]:
-        """Return (shapes, specs) of a rank's part of a staged tree, None for leaves not held.
-
-        above: path from the root of the staged tree to `tree`.
-        """
+    def described(self, tree: Tree, rank: int) -> tuple[Tree, Tree]:
+        """Return (shapes, specs) of a rank's part of a staged tree, None for leaves not held."""
         flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
         shapes, specs = [], []
         for path, a in flat:
-            path = (*above, *path)
             is_held = rank in self._place(path, a.shape)[1]
             part = jax.ShapeDtypeStruct(self.shape(path, a.shape), a.dtype)
             shapes.append(part if is_held else None)
@@ -90,6 +92,8 @@ class Division:
         """Return a leaf on each rank, None on ranks that do not hold it."""
         kind, holders = self._place(path, a.shape)
         spec, shape = self.spec(path, a.shape), self.shape(path, a.shape)
+        if not holders:
+            return [None] * len(self.submeshes)
         if kind == "embed_head":
             a = jax.block_until_ready(jax.device_put(a, NamedSharding(self.mesh, spec)))
         there = local_shards(a)
@@ -100,18 +104,22 @@ class Division:
         return found
 
     def join(self, trees: Sequence[Tree], shapes: Tree) -> Tree:
-        """Return the staged tree of these shapes from the ranks' trees; layers are not copied."""
+        """Return the staged tree of these shapes from the ranks' trees; layers are not copied.
+
+        None for leaves that no rank of the group holds."""
         pairs, is_leaf = zip(trees, self.submeshes, strict=True), lambda a: a is None
         leaves = [jax.tree.leaves(tree, is_leaf) for tree, submesh in pairs if is_mine(submesh)]
 
         def one(i: int, path: tuple, a: jax.ShapeDtypeStruct | None) -> jax.Array | None:
             if a is None:
                 return None
+            kind, holders = self._place(path, a.shape)
+            if not holders:
+                return None
             # 1. the shards of this process
             there: dict[Any, jax.Array] = {}
             for rank in leaves:
                 there |= {} if rank[i] is None else local_shards(rank[i])
-            kind, holders = self._place(path, a.shape)
             if kind != "embed_head":
                 return from_shards(a.shape, a.sharding, there)
             # 2. an undivided leaf of embedding or head, spread from a rank that holds it

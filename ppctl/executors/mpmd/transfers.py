@@ -79,6 +79,15 @@ def copy_across(sender: Mesh, receiver: Mesh, there: Tree, value: Tree) -> tuple
     return (jax.tree.map(one, value, there),)
 
 
+def recut(there: Tree, value: Tree) -> tuple[Tree]:
+    """Return a value on a rank of other sizes in the same process; there: its sharded shapes.
+
+    The rows of an activation lie in the order of devices on both ranks.
+    """
+    move = lambda a, to: jax.device_put(a.reshape(to.shape), to.sharding)  # noqa: E731
+    return (jax.tree.map(move, value, there),)
+
+
 def parts_of(shapes: Tree) -> tuple[Part, ...]:
     """Return the shape and dtype of one device's shard of each leaf of a value."""
     return tuple((a.sharding.shard_shape(a.shape), a.dtype) for a in jax.tree.leaves(shapes))

@@ -16,7 +16,7 @@ from ppctl.executors.layer_placement import Placement
 from ppctl.executors.parameter_layout import Layout
 from ppctl.executors.stage.jaxpr_flops import RelativeCosts, relative_costs
 from ppctl.model.network import Network
-from ppctl.model.stack import Stack, init
+from ppctl.model.stack import Stack
 from ppctl.model.trainable_parameters import checked_flags, trained_part, trained_share
 from ppctl.schedule.costs import task_costs
 from ppctl.schedule.families.registry import BASELINE
@@ -32,7 +32,7 @@ from ppctl.training.pipeline.known_hardware import default_dtype
 from ppctl.training.pipeline.layer_optimizers import LayerOptimizer
 from ppctl.training.pipeline.mixing import few_examples
 from ppctl.training.pipeline.network_optimizers import network_optimizer
-from ppctl.training.pipeline.optimizers import ModelOptimizer, init_state, state_shapes
+from ppctl.training.pipeline.optimizers import ModelOptimizer
 from ppctl.training.pipeline.pipeline import Pipeline
 from ppctl.training.pipeline.unpipelined.head_metrics import Metric, with_metrics
 
@@ -92,8 +92,8 @@ def pipeline(
     layout = Layout(mesh, Placement(layers_of, plan.rank_of), of_rank)
     # 3. the initial state, the engine that runs the steps, and the pipeline
     on_layers = _on_layers(stack, layout, optim.clipped(optimizer, clip_norm), execution)
-    start = lambda seed: init_state(init(stack, seed), on_layers, stack.options.trainable)  # noqa: E731
-    states = States(layout, start, state_shapes(stack, on_layers), seed)
+    start, of_all = optim.first_state(stack, on_layers), optim.state_shapes(stack, on_layers)
+    states = States(layout, start, of_all, seed)
     shown = model_of(stack, divided, states, shapes, plan.num_microbatches, execution, dtype)
     request.check_tasks(stack, step, layers_of, shown, execution)
     engine = make_engine(shown, states, step, shapes, on_layers, lr_schedule, execution, clip_norm)

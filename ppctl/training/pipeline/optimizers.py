@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from ppctl.executors.parameter_layout import with_layers
 from ppctl.executors.stage.ordered_loops import ordered
 from ppctl.model.layer_reports import (
     COUNTS,
@@ -19,7 +20,7 @@ from ppctl.model.layer_reports import (
     without_counted,
 )
 from ppctl.model.random_keys import with_example_keys
-from ppctl.model.stack import NO_DECAY, Stack
+from ppctl.model.stack import NO_DECAY, Stack, init
 from ppctl.model.trainable_parameters import trained_part, with_trained
 from ppctl.training.pipeline.layer_optimizers import STAGED, LayerOptimizer, SkipsNonFinite
 from ppctl.training.pipeline.network_optimizers import NetworkOptimizer
@@ -139,6 +140,20 @@ def init_state(params: Tree, optimizer: Optimizer, trainable: Tree = True) -> Tr
     """
     state = optimizer.init(trained_part(params, trainable))
     return {"params": params, "optimizer": state, "step": jnp.zeros((), jnp.int32)}
+
+
+def first_state(stack: Stack, optimizer: Optimizer) -> Callable[..., Tree]:
+    """Return the function (seed, layers=None) -> initial state in natural order, of these layers.
+
+    A layer depends on the seed and its number only. Networks draw all parameters together.
+    """
+
+    def start(seed: int, layers: np.ndarray | None = None) -> Tree:
+        drawn = None if stack.options.network is not None else layers
+        state = init_state(init(stack, seed, drawn), optimizer, stack.options.trainable)
+        return state if drawn is layers or layers is None else with_layers(state, layers)
+
+    return start
 
 
 def state_shapes(stack: Stack, optimizer: Optimizer) -> Tree:

@@ -19,6 +19,7 @@ from ppctl.schedule.scheduled_step import ScheduledStep
 from ppctl.training.pipeline.engines.mpmd_engine import Mpmd
 from ppctl.training.pipeline.engines.one_program import OneProgram
 from ppctl.training.pipeline.engines.post_validation import PostValidated
+from ppctl.training.pipeline.engines.rank_states import GroupModel
 from ppctl.training.pipeline.engines.train_states import States, over_mesh
 from ppctl.training.pipeline.execution import Execution
 from ppctl.training.pipeline.optimizers import LossAndGrads, ModelOptimizer
@@ -45,7 +46,8 @@ def make_engine(
     how = optimizer, lr_schedule
     # 1. mpmd
     if execution.engine.dispatches_tasks:
-        arguments = states, shapes, model, step, *how, dict(execution.xla_flags)
+        groups = (GroupModel(tuple(range(step.schedule.num_ranks)), states.layout, model),)
+        arguments = states, shapes, groups, step, *how, dict(execution.xla_flags)
         if execution.post_validation:
             return PostValidated(
                 *arguments, max_norm=clip_norm, guards_finite=optimizer.guards_finite

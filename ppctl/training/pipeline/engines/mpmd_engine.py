@@ -1,12 +1,7 @@
-"""The engine of executor=mpmd: a plan of programs on submeshes, and an optimizer on each rank.
+"""The engine of executor=mpmd: a plan of programs on the meshes of ranks, an optimizer on each.
 
-The global norm is computed across ranks: each rank sums the squares of its gradients; the last rank
-adds these sums and sends the norm to all ranks, with the other numbers of the step. The state is a
-tuple with one tree per rank; trees of other processes' ranks have None in place of arrays. Ranks
-that share a leaf of embedding and head all apply the same update.
-
-A plan lists programs and transfers as data. A `Walk` is a compiled plan: it runs them and returns
-values by key.
+A `Walk` is a compiled plan of `step_plans`: it runs the programs and returns values by key. The
+state is a tuple with one tree per rank: see `rank_states`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,34 +13,34 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import DictKey
 
-from ppctl.executors.model_shapes import Model, shard_bytes, shard_shapes
-from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, Walk, transfer_entry
+from ppctl.executors.model_shapes import shard_bytes, shard_shapes
+from ppctl.executors.mpmd.compiled_programs import CompiledPrograms
+from ppctl.executors.mpmd.dispatch_plan import Key, Walk
 from ppctl.executors.mpmd.mpmd_runtime import Runtime
-from ppctl.executors.mpmd.plan_tasks import roles, task_entries
-from ppctl.executors.mpmd.rank_programs import rank_entries, rank_entry, rank_roles, reductions
-from ppctl.executors.mpmd.rank_trees import Division
+from ppctl.executors.mpmd.plan_memory import memory_breakdown
 from ppctl.executors.parameter_layout import BATCH
 from ppctl.model.layer_inputs import LOSS
-from ppctl.model.layer_reports import COUNTS
 from ppctl.model.random_keys import SEED, key_of_seed
 from ppctl.model.stack import metric_means, number_of
-from ppctl.model.trainable_parameters import trained_part
 from ppctl.schedule.ir import Task
 from ppctl.schedule.scheduled_step import ScheduledStep
+from ppctl.training.pipeline.engines.rank_states import STATE, GroupModel, RankStates
 from ppctl.training.pipeline.engines.step_memory import Footprint, Temporaries, by_part
+from ppctl.training.pipeline.engines.step_plans import StepPlans
 from ppctl.training.pipeline.engines.step_programs import StepPrograms, dispatched_programs
 from ppctl.training.pipeline.engines.train_states import PlacedBatches, States
 from ppctl.training.pipeline.engines.update_programs import UpdatePrograms
 from ppctl.training.pipeline.optimizers import Optimizer
 
 Tree = Any
-STATE = ("params", "optimizer", "step")  # keys of a rank's state
 
 
 class Mpmd:
-    """An `Engine` that dispatches the programs of a step in schedule order."""
+    """An `Engine` that dispatches the programs of a step in schedule order.
+
+    groups: the model on each group of ranks of equal sizes.
+    """
 
     step_plan = "step"  # the name of a train step's plan
 
@@ -53,61 +48,52 @@ class Mpmd:
         self,
         states: States,
         batch_shapes: Tree,
-        model: Model,
+        groups: Sequence[GroupModel],
         scheduled: ScheduledStep,
         optimizer: Optimizer,
         lr_schedule: optax.Schedule | None = None,
         compiler_options: Mapping[str, Any] | None = None,  # XLA options, as for jax.jit
     ):
-        # 1. the request
-        self.layout = layout = states.layout
-        self.states, self.batch_shapes, self.model = states, batch_shapes, model
-        self.scheduled = scheduled
-        rate = ("lr",) if lr_schedule is not None else ()
-        metrics = jax.eval_shape(metric_means, model.losses[1])
-        self.counts = (COUNTS,) if model.stack.options.updates else ()
-        others = *model.inputs.losses, *metrics, *self.counts
-        self.metric_names = (LOSS, "grad_norm", *rate, *others)
-        # 2. stages and ranks
-        have_embed_head, are_alike = model.own_embed_head is None, model.stack.are_alike
-        how = {"are_alike": are_alike, "have_embed_head": have_embed_head}
-        self.stage_roles = roles(layout.placement.partition, **how)
-        self.roles = rank_roles(model, layout.placement, self.stage_roles)
-        self.ranks = range(len(self.roles))
-        self.first, self.last = layout.placement.rank_of[0], layout.placement.rank_of[-1]
-        # 3. parameters on ranks, programs, readers of the batch
-        used = [model.used_by(here.has_first, here.has_head) for here in self.roles]
-        holders = [tuple(r for r in self.ranks if used[r][i]) for i in range(len(model.shared))]
-        self.division = Division(layout, model.embed_head, holders)
-        library = UpdatePrograms(self, optimizer, lr_schedule).library
-        self.runtime = Runtime(self.division.submeshes, library, compiler_options)
-        self.vocab_parts = model.axes.vocab_parts
-        readers = {"inputs": [self.first], "targets": [self.last]}  # ranks that read each
-        all_read = self.vocab_parts or model.inputs.divisors is not None
-        self.readers = dict.fromkeys(readers, self.ranks) if all_read else readers
-        # 4. the local rank whose copy of a step's numbers this process reads
-        self.read_at = next(r for r in (self.last, *self.ranks) if self.runtime.is_mine[r])
+        # 1. states and plans
+        self.batch_shapes, self.model, self.scheduled = batch_shapes, groups[0].model, scheduled
+        self.layout, self.seed = states.layout, states.seed
+        self.rank_states = RankStates(states, groups)
+        self.meshes = self.rank_states.meshes
+        self.plans = StepPlans(self.model, self.layout.placement, scheduled, self.meshes)
+        self.ranks, self.read_at = self.plans.ranks, self.plans.read_at
+        # 2. programs
+        libraries = [
+            UpdatePrograms(self.plans, self.rank_states, g, optimizer, lr_schedule).library
+            for g in range(len(groups))
+        ]
+        self.compiled = CompiledPrograms(self.meshes, libraries, compiler_options)
+        self.runtime = Runtime(self.compiled)
         self.walks: dict[str, Walk] = {}
+        # 3. the names of a step's metrics
+        rate = ("lr",) if lr_schedule is not None else ()
+        metrics = jax.eval_shape(metric_means, self.model.losses[1])
+        others = *self.model.inputs.losses, *metrics, *self.plans.counts
+        self.metric_names = (LOSS, "grad_norm", *rate, *others)
 
     # states
 
     def new_state(self, seed: int | None = None) -> Tree:
-        return self._alone(lambda: self._split(self.states.new(seed)))
+        return self._alone(lambda: self.rank_states.new(seed))
 
     def to_natural(self, state: Tree) -> Tree:
-        join = self.division.join
-        return self._alone(lambda: self.states.to_natural(join(state, self.states.staged)))
+        return self._alone(lambda: self.rank_states.to_natural(state))
 
     def from_natural(self, state: Tree) -> Tree:
-        return self._alone(lambda: self._split(self.states.to_staged(state)))
+        return self._alone(lambda: self.rank_states.from_natural(state))
 
-    def _split(self, staged: Tree) -> Tree:
-        return self.division.split(jax.block_until_ready(staged))
+    def params(self, state: Tree) -> Tree:
+        of_ranks = [each["params"] for each in state]
+        return self._alone(lambda: self.rank_states.to_natural(of_ranks, "params"))
 
     def _alone(self, whole: Callable[[], Tree]) -> Tree:
-        """Return whole(), a call of programs on the whole mesh, after all dispatched programs.
+        """Return whole(), a call of programs of several ranks, after all dispatched programs.
 
-        The runtime orders the programs of each rank, but not those on the whole mesh, so this waits
+        The runtime orders the programs of each rank, but not those of several ranks, so this waits
         until the ranks' programs have ended.
         """
         self.runtime.wait()
@@ -118,40 +104,38 @@ class Mpmd:
         shapes = self.given_shapes
         return shard_shapes({name: shapes[name, rank] for name in STATE})
 
-    def params(self, state: Tree) -> Tree:
-        of_ranks, shapes = [each["params"] for each in state], self.states.staged["params"]
-        join, to_natural = self.division.join, self.states.params_to_natural
-        return self._alone(lambda: to_natural(join(of_ranks, shapes)))
-
     @cached_property
     def state_shapes(self) -> Tree:
-        shapes, placed = self.given_shapes, self.runtime.placed
-        of_rank = lambda r: {name: placed(r, shapes[name, r]) for name in STATE}  # noqa: E731
-        return tuple(of_rank(r) if self.runtime.is_mine[r] else None for r in self.ranks)
+        shapes, placed, is_mine = self.given_shapes, self.compiled.placed, self.runtime.is_mine
+
+        def of_rank(r: int) -> Tree:
+            return {name: placed(r, shapes[name, r]) for name in STATE}
+
+        return tuple(of_rank(r) if is_mine[r] else None for r in self.ranks)
 
     # inputs of the plans, by key: (name, rank) or (name, rank, microbatch)
 
     @cached_property
     def batches(self) -> PlacedBatches:
-        submeshes = self.division.submeshes
-        pairs = ((name, rank) for name, ranks in self.readers.items() for rank in ranks)
-        shardings = {(name, r): NamedSharding(submeshes[r], BATCH) for name, r in pairs}
+        meshes = self.meshes.by_rank
+        pairs = ((name, rank) for name, ranks in self.plans.readers.items() for rank in ranks)
+        shardings = {(name, r): NamedSharding(meshes[r], BATCH) for name, r in pairs}
         return PlacedBatches(self.batch_shapes, shardings, self.model.num_microbatches)
 
     @cached_property
     def _numbers(self) -> dict[Key, np.ndarray]:
         """Numbers of microbatches and vocabulary parts; layer numbers and seeds for random keys."""
         has_key = self.model.inputs.has_key
-        readers = {rank for ranks in self.readers.values() for rank in ranks}
+        readers = {rank for ranks in self.plans.readers.values() for rank in ranks}
         found: dict[Key, np.ndarray] = {
             ("m", r, m): np.asarray(m, np.int32)
             for r in (self.ranks if has_key else readers)
             for m in range(self.model.num_microbatches)
         }
-        if self.vocab_parts:
+        if self.plans.has_parts:
             found |= {("part", r): np.asarray(r, np.int32) for r in self.ranks}
         if has_key:
-            numbers, seed = self.layout.placement.numbers, key_of_seed(self.states.seed)
+            numbers, seed = self.layout.placement.numbers, key_of_seed(self.seed)
             found |= {("layer_numbers", r): numbers[:, r : r + 1] for r in self.ranks}
             found |= {(SEED, r): seed for r in self.ranks}
         return found
@@ -170,22 +154,22 @@ class Mpmd:
 
     @cached_property
     def given_shapes(self) -> dict[Key, Tree]:
-        """The shapes of the inputs of a plan, with shardings on a submesh."""
-        shape, described = self.runtime.shape, self.division.described
-        shapes: dict[Key, Tree] = {
-            key: shape(tree, BATCH) for key, tree in self.batches.placed.items()
-        }
-        for name, tree in self.states.staged.items():
-            path = (DictKey(name),)
-            shapes |= {(name, r): shape(*described(tree, r, path)) for r in self.ranks}
-        return shapes | {key: shape(value, P()) for key, value in self._numbers.items()}
+        """The shapes of the inputs of a plan, with shardings on the mesh of a group."""
+        shape, group_of = self.compiled.shape, self.meshes.group_of
+        found = {key: shape(a, BATCH, group_of[key[1]]) for key, a in self.batches.placed.items()}
+        described = [self.rank_states.described(r) for r in self.ranks]
+        for name in STATE:
+            for r, (shapes, specs) in enumerate(described):
+                found[name, r] = shape(shapes[name], specs[name], group_of[r])
+        numbers = {key: shape(a, P(), group_of[key[1]]) for key, a in self._numbers.items()}
+        return found | numbers
 
     @property
     def _given_bytes(self) -> list[dict[str, int]]:
         """For each rank, the bytes of its state and batch on one device, by name."""
         found: list[dict[str, int]] = [{} for _ in self.ranks]
         for (name, rank, *_), shapes in self.given_shapes.items():
-            if name in STATE or name in self.readers:
+            if name in STATE or name in self.plans.readers:
                 found[rank][name] = shard_bytes(shapes)
         return found
 
@@ -200,16 +184,18 @@ class Mpmd:
         return Footprint(max(step.peak_bytes), tuple((a + b) * mine for a, b, mine in terms), "")
 
     def memory(self, temporaries: Temporaries | None = None) -> tuple[dict[str, int], ...]:
-        ops, kept = self.plan(self.step_plan)
-        of = lambda program: 0 if program is None or temporaries is None else temporaries(program)  # noqa: E731
-        temps = None if temporaries is None else [of(op.program) for op in ops]
-        held = self.runtime.memory_breakdown(ops, self.given_shapes, kept, temps)
+        entries, kept = self.plans.plan(self.step_plan)
+        temps = None
+        if temporaries is not None:
+            programs = (entry.program for entry in entries)
+            temps = [0 if each is None else temporaries(each) for each in programs]
+        held = memory_breakdown(self.compiled, entries, self.given_shapes, kept, temps)
         pairs = zip(self._given_bytes, held, strict=True)
         return tuple(by_part(given | of_rank) for given, of_rank in pairs)
 
     def programs(self) -> StepPrograms:
-        ops, _ = self.plan(self.step_plan)
-        return dispatched_programs(self.runtime, ops, self.given_shapes)
+        entries, _ = self.plans.plan(self.step_plan)
+        return dispatched_programs(self.compiled, entries, self.given_shapes)
 
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
         return self.run_step(self.walk(self.step_plan), state, batch)
@@ -233,7 +219,7 @@ class Mpmd:
 
     def devices(self) -> list[int]:
         """Return the id of each rank's first device."""
-        return [submesh.devices.flat[0].id for submesh in self.division.submeshes]
+        return [mesh.devices.flat[0].id for mesh in self.meshes.by_rank]
 
     def state_of(self, found: Mapping[Key, Tree], prefix: str = "") -> Tree:
         """Return the state that a walk computed. prefix: "next_" for the plan `try`, else empty."""
@@ -249,10 +235,9 @@ class Mpmd:
 
     def loss_and_grads(self, state: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
         found = self.walk("grads").run(self.given(state, batch))
-        of_ranks = [found["mean_grads", r] for r in self.ranks]
-        shapes = trained_part(self.states.staged["params"], self.model.stack.options.trainable)
-        to_natural, join = jax.jit(self.layout.to_natural), self.division.join
-        return found["loss", self.read_at], self._alone(lambda: to_natural(join(of_ranks, shapes)))
+        grads = [found["mean_grads", r] for r in self.ranks]
+        natural = self._alone(lambda: self.rank_states.to_natural(grads, "gradients"))
+        return found["loss", self.read_at], natural
 
     def walk(self, what: str) -> Walk:
         """Return the compiled plan of this name, compiled at the first call."""
@@ -261,103 +246,7 @@ class Mpmd:
             if what == "redo":
                 tried = self.walk("try").shapes
                 of_state = {key: shape for key, shape in given.items() if key[0] in STATE}
-                given = of_state | {key: tried[key] for key in self.outcome}
-            ops, kept = self.plan(what)
-            self.walks[what] = self.runtime.compile(ops, given, kept)
+                given = of_state | {key: tried[key] for key in self.plans.outcome}
+            entries, kept = self.plans.plan(what)
+            self.walks[what] = self.runtime.compile(entries, given, kept)
         return self.walks[what]
-
-    def plan(self, what: str) -> tuple[list[PlanEntry], list[Key]]:
-        """Return (the plan of this name, the keys of its results).
-
-        step: a train step. loss: the mean loss of a batch and the number of losses, by forwards
-        only. grads: loss and gradients. try: a step with unclipped updates: each rank updates as
-        soon as its gradients are ready, before the norm is known. redo: the update of a tried step
-        again, from the state before the step and its `outcome`.
-        """
-        # 1. the tasks
-        if what == "redo":
-            return self._updates("update", "numbers"), self.state_keys
-        inputs, has_step = self.model.inputs, what != "loss"
-        step = self.scheduled if has_step else self.scheduled.evaluation
-        rank_of = self.layout.placement.rank_of
-        before, after = rank_entries(rank_of, self.roles, with_grads=has_step, inputs=inputs)
-        how = {"keeps_input": self.model.remat.keeps_input_only}
-        how["with_keys"] = has_step and inputs.has_key
-        sums = reductions(self.roles, self.stage_roles) if has_step else ()
-        tasks = task_entries(step.schedule, step.order, self.stage_roles, **how, reductions=sums)
-        ops = [*before, *tasks, *self._mean()]
-        # 2. a loss, or a step
-        if what == "loss":
-            ops += [*self._sent("loss"), *self._sent("number")]
-            return ops, [("loss", self.read_at), ("number", self.read_at)]
-        if what == "step":
-            ops += [*after, *self._norm(), *self._sent("numbers")]
-            ops += self._updates("update", "numbers")
-            return ops, [("numbers", self.read_at), *self.state_keys]
-        # 3. gradients, or a tried step
-        ops += [*self._sent("number"), *after]
-        if what == "grads":
-            kept = [("mean_grads", r) for r in self.ranks]
-            for r in self.ranks:
-                ops.append(self._op("divide", r, [*self._grads(r), ("number", r)], [kept[r]]))
-            return ops + self._sent("loss"), [("loss", self.read_at), *kept]
-        ops += [*self._updates("try", "number"), *self._norm(), *self._sent("numbers")]
-        return ops, [*((f"next_{name}", r) for name, r in self.state_keys), *self.outcome]
-
-    @property
-    def state_keys(self) -> list[Key]:
-        return [(name, r) for r in self.ranks for name in STATE]
-
-    @property
-    def outcome(self) -> list[Key]:
-        """The keys of the values that `redo` reads from a tried step: gradients and numbers."""
-        return [key for r in self.ranks for key in (*self._grads(r), ("numbers", r))]
-
-    def _mean(self) -> list[PlanEntry]:
-        """Return the entries that add the ranks' sums of losses and compute the mean."""
-        moves, reads = self._to_last("losses", self.ranks if self.vocab_parts else [self.last])
-        return [*moves, self._op("mean", self.last, reads, [("loss",), ("number",)])]
-
-    def _to_last(self, name: str, ranks: Sequence[int]) -> tuple[list[PlanEntry], list[Key]]:
-        """Return (moves of a value from `ranks` to the last rank, the keys of the copies)."""
-        there = {r: (name if r == self.last else f"{name}_there", r) for r in ranks}
-        moves = [transfer_entry(r, (name, r), self.last, there[r]) for r in ranks if r != self.last]
-        return moves, [*there.values()]
-
-    def _norm(self) -> list[PlanEntry]:
-        """Return the entries for a step's numbers: the last rank combines the sums of all ranks."""
-        writes = ("squares", *self.counts)
-        ops = [
-            self._op("squares", r, [("grads", r)], [(name, r) for name in writes])
-            for r in self.ranks
-        ]
-        moves, squares = self._to_last("squares", self.ranks)
-        sent, attached = self._to_last("attached", self.ranks if self.model.inputs.losses else ())
-        counted, counts = self._to_last(COUNTS, self.ranks if self.counts else ())
-        reads = [("loss",), ("number",), ("step", self.last), *squares, *attached, *counts]
-        return [
-            *ops,
-            *moves,
-            *sent,
-            *counted,
-            self._op("combine", self.last, reads, [("numbers",)]),
-        ]
-
-    def _updates(self, kind: str, numbers: str) -> list[PlanEntry]:
-        ops = []
-        for r in self.ranks:
-            state = [(name, r) for name in STATE]
-            writes = [(f"next_{name}", r) for name in STATE] if kind == "try" else state
-            ops.append(self._op(kind, r, [*state, *self._grads(r), (numbers, r)], writes))
-        return ops
-
-    def _op(self, kind: str, rank: int, reads: list[Key], writes: list[Key]) -> PlanEntry:
-        return rank_entry(kind, self.roles[rank], rank, reads, writes)
-
-    def _sent(self, name: str) -> list[PlanEntry]:
-        """Return the moves of a value from the last rank to all ranks, with key (name, rank)."""
-        return [transfer_entry(self.last, (name,), r, (name, r)) for r in self.ranks]
-
-    def _grads(self, rank: int) -> list[Key]:
-        """Return the keys of a rank's gradients, and of shared leaves' sums from another rank."""
-        return [("grads", rank)] + [("shared", rank)] * (self.roles[rank].shared == "gives")

@@ -33,7 +33,7 @@ class Attempt:
 
     state: Tree
     before: Tree | None = None
-    outcome: dict | None = None  # values of the step for a repeated update, see `Mpmd.outcome`
+    outcome: dict | None = None  # values of the step for a repeated update, see `StepPlans.outcome`
     norm: jax.Array | None = None
     order: np.ndarray | None = None
 
@@ -90,7 +90,7 @@ class PostValidated(Mpmd):
     ) -> tuple[Attempt, dict[str, jax.Array]]:
         found = walk.run(self.given(state, batch))
         metrics = self.metrics_of(found)
-        outcome = {key: found[key] for key in self.outcome}
+        outcome = {key: found[key] for key in self.plans.outcome}
         return Attempt(self.state_of(found, "next_"), state, outcome, metrics["grad_norm"]), metrics
 
     def loss(self, state: Attempt, batch: Tree) -> tuple[jax.Array, jax.Array]:

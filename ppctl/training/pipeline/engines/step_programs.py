@@ -12,8 +12,8 @@ import jax
 from ppctl.executors.compiler_options import temp_bytes
 from ppctl.executors.hlo_text import Collective, collectives
 from ppctl.executors.model_shapes import shard_bytes
+from ppctl.executors.mpmd.compiled_programs import CompiledPrograms
 from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry
-from ppctl.executors.mpmd.mpmd_runtime import Runtime
 from ppctl.schedule.ir import PART_KINDS, Task
 from ppctl.schedule.schedule_text import WORDS
 
@@ -84,11 +84,11 @@ def compile_all(programs: Sequence[StepProgram]) -> None:
 
 
 def dispatched_programs(
-    runtime: Runtime, ops: Sequence[PlanEntry], given: dict[Key, Any]
+    compiled: CompiledPrograms, ops: Sequence[PlanEntry], given: dict[Key, Any]
 ) -> StepPrograms:
     """Return the programs and transfers of a plan; given: the shapes of its inputs."""
     # 1. the programs
-    shapes = runtime.shapes(ops, given)
+    shapes = compiled.shapes(ops, given)
     users: dict[Any, list[PlanEntry]] = {}
     for op in ops:
         if op.program is not None:
@@ -96,12 +96,12 @@ def dispatched_programs(
     programs = [
         StepProgram(
             _name(these),
-            runtime.submeshes[0].shape,
+            compiled.submeshes[these[0].rank].shape,
             ranks := tuple(sorted({op.rank for op in these})),
             max(sum(op.rank == rank for op in these) for rank in ranks),
-            runtime.traced[program][0],
-            partial(runtime.lower, program),
-            lambda program=program, these=these: runtime.compiled_first(these)[program],
+            compiled.traced[program][0],
+            partial(compiled.lower, program),
+            lambda program=program, these=these: compiled.compiled_first(these)[program],
         )
         for program, these in users.items()
     ]

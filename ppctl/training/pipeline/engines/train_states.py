@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from ppctl.executors.compiler_options import compiled_quickly
-from ppctl.executors.parameter_layout import BATCH, Layout
+from ppctl.executors.parameter_layout import BATCH, Layout, with_layers
 from ppctl.model.stack import num_examples
 
 Tree = Any
@@ -22,22 +22,22 @@ Tree = Any
 
 @dataclass(frozen=True)
 class States:
-    """The states of a model on a mesh."""
+    """The states of a layout's layers: all of a model, or those of a group of ranks."""
 
     layout: Layout
-    init: Callable[[int], Tree]  # seed -> the first state, in natural order
-    shapes: Tree  # shapes of the result of `init`
+    init: Callable[..., Tree]  # (seed, layers=None) -> the first state of layers, in natural order
+    shapes: Tree  # shapes of the whole model's state, in natural order
     seed: int = 0
 
     @cached_property
     def natural(self) -> Tree:
         """Shapes, dtypes and shardings of the state in natural order, as in checkpoints."""
-        return self._described(self.shapes, self.layout.natural_specs)
+        return self._described(self._shapes, self.layout.natural_specs)
 
     @cached_property
     def staged(self) -> Tree:
         """Shapes, dtypes and shardings of the staged state."""
-        shapes = jax.eval_shape(self.layout.to_staged, self.shapes)
+        shapes = jax.eval_shape(self.layout.to_staged, self._shapes)
         return self._described(shapes, self.layout.staged_specs)
 
     def _described(self, shapes: Tree, specs: Callable[[Tree], Tree]) -> Tree:
@@ -49,11 +49,23 @@ class States:
     def new(self, seed: int | None = None) -> Tree:
         """Return the initial state, made staged and sharded, so it need not fit on one device."""
         seed = self.seed if seed is None else seed
-        return compiled_quickly(
-            lambda: self.layout.to_staged(self.init(seed)),
-            "light",
-            out_shardings=shardings_of(self.staged),
-        )()
+        layers = () if self.has_all else (self.layout.placement.layers,)
+
+        def staged() -> Tree:
+            return self.layout.to_staged(self.init(seed, *layers))
+
+        return compiled_quickly(staged, "light", out_shardings=shardings_of(self.staged))()
+
+    @property
+    def has_all(self) -> bool:
+        """Whether the layout holds all layers of the model."""
+        number = jax.tree.leaves(self.shapes["params"]["layers"])[0].shape[0]
+        return len(self.layout.placement.layers) == number
+
+    @cached_property
+    def _shapes(self) -> Tree:
+        """The shapes of the held layers' state, in natural order."""
+        return with_layers(self.shapes, self.layout.placement.layers)
 
     @cached_property
     def to_natural(self) -> Callable[[Tree], Tree]:

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import DictKey
 
 from ppctl.executors.mpmd.dispatch_plan import ProgramId
 from ppctl.executors.mpmd.program_library import ProgramLibrary
@@ -17,6 +16,8 @@ from ppctl.model.layer_inputs import LOSS
 from ppctl.model.layer_reports import COUNTS, counted_part, divided_by, without_counted
 from ppctl.model.stack import divisor, metric_means
 from ppctl.schedule.mesh_axes import RANK_AXES
+from ppctl.training.pipeline.engines.rank_states import RankStates
+from ppctl.training.pipeline.engines.step_plans import StepPlans
 from ppctl.training.pipeline.optimizers import (
     Optimizer,
     apply_gradients,
@@ -29,28 +30,31 @@ Tree = Any
 
 
 class UpdatePrograms:
-    """The programs of each rank after its gradients: mean loss, global norm, update."""
+    """The programs of the ranks of a group after their gradients: mean loss, norm, update."""
 
-    def __init__(self, engine: Any, optimizer: Optimizer, lr_schedule: optax.Schedule | None):
+    def __init__(
+        self,
+        plans: StepPlans,
+        states: RankStates,
+        group: int,
+        optimizer: Optimizer,
+        lr_schedule: optax.Schedule | None,
+    ):
         # 1. the specs of each rank's state
-        self.engine, self.optimizer, self.lr_schedule = engine, optimizer, lr_schedule
-        self.losses = engine.model.inputs.losses
-        self.axes = tuple(axis for axis in RANK_AXES if axis not in engine.layout.of_rank.auto)
+        ranks, layout, self.model = states.groups[group]
+        self.num_ranks, self.optimizer, self.lr_schedule = len(plans.ranks), optimizer, lr_schedule
+        self.axes = tuple(axis for axis in RANK_AXES if axis not in layout.of_rank.auto)
         self.is_plain = isinstance(optimizer, optax.GradientTransformation)
         is_elementwise = getattr(optimizer, "is_elementwise", True) and not counted_by(optimizer)
-        staged, described = engine.states.staged, engine.division.described
-        self.of_state = {
-            here: {name: described(tree, r, (DictKey(name),))[1] for name, tree in staged.items()}
-            for r, here in enumerate(engine.roles)
-        }
+        self.of_state = {plans.roles[r]: states.described(r)[1] for r in ranks}
         # 2. the programs
         once = {"mean": self._mean, "divide": self._divide, "squares": self._squares}
         once |= {"combine": self._combine, "update": self._update, "try": self._try}
         self.library = ProgramLibrary(
-            engine.model,
+            self.model,
             {here: specs["params"] for here, specs in self.of_state.items()},
             self.axes,
-            is_one_device=engine.division.submeshes[0].size == 1,
+            is_one_device=states.meshes.by_rank[ranks[0]].size == 1,
             once=once,
             once_specs=self._specs,
             whole_arrays=() if is_elementwise else ("update", "try"),
@@ -83,7 +87,7 @@ class UpdatePrograms:
         if shared:
             embed_head = with_shared(grads["embed_head"], *shared)
             grads = grads | {"embed_head": embed_head}
-        return divided_by(grads, divisor(number), self.engine.model.stack.options.updates)
+        return divided_by(grads, divisor(number), self.model.stack.options.updates)
 
     def _divide(self, _: ProgramId, grads: Tree, *rest: Tree) -> tuple:
         *shared, number = rest
@@ -91,7 +95,7 @@ class UpdatePrograms:
 
     def _squares(self, program: ProgramId, grads: Tree) -> tuple:
         # 1. the squares of the gradients, by the axes that shard them
-        updates = self.engine.model.stack.options.updates
+        updates = self.model.stack.options.updates
         all_specs = self.library.specs(program, "grads")
         specs = jax.tree.leaves(without_counted(all_specs, updates))
         shards: dict[tuple[str, ...], list] = {}
@@ -109,11 +113,11 @@ class UpdatePrograms:
     def _combine(
         self, _: ProgramId, loss: jax.Array, number: jax.Array, step: jax.Array, *of_ranks: Tree
     ) -> tuple:
-        n = len(self.engine.ranks)
+        n = self.num_ranks
         squares, attached, counts = of_ranks[:n], of_ranks[n:], ()
-        if self.engine.model.stack.options.updates:
+        if self.model.stack.options.updates:
             attached, counts = attached[:-n], attached[-n:]
-        total = {name: sum(by[name].sum() for by in attached) for name in self.losses}
+        total = {name: sum(by[name].sum() for by in attached) for name in self.model.inputs.losses}
         norm = jnp.sqrt(sum(squares)) / divisor(number)
         numbers: dict[str, Any] = {LOSS: loss, "grad_norm": norm, "number": number}
         if self.lr_schedule is not None:

@@ -1,0 +1,131 @@
+"""The states of executor=mpmd: a tree for each rank, on its mesh, and natural order.
+
+Ranks of equal sizes form a group. A group draws its layers, and reads and writes its rows of
+natural order, by programs on the devices of its ranks.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ppctl.executors.model_shapes import Model
+from ppctl.executors.mpmd.rank_trees import Division
+from ppctl.executors.parameter_layout import Layout, is_layer, with_layers
+from ppctl.executors.rank_meshes import RankGroup, RankMeshes
+from ppctl.model.trainable_parameters import trained_part
+from ppctl.training.pipeline.engines.train_states import States, shardings_of
+
+Tree = Any
+STATE = ("params", "optimizer", "step")  # keys of a rank's state
+
+
+class GroupModel(NamedTuple):
+    """The model on ranks of equal sizes.
+
+    layout: of these ranks, which are 0, 1, ... in it: their devices, layers and shards. model: the
+    model as one of their devices sees it.
+    """
+
+    ranks: tuple[int, ...]
+    layout: Layout
+    model: Model
+
+
+class RankStates:
+    """States as a tuple with one tree per rank; None in place of arrays of other processes' ranks.
+
+    states: the whole model's, whose natural order is that of checkpoints.
+    """
+
+    def __init__(self, states: States, groups: Sequence[GroupModel]):
+        self.states, self.groups = states, groups
+        meshes = tuple(RankGroup(group.layout.mesh, group.ranks) for group in groups)
+        self.meshes = RankMeshes(meshes, states.layout.mesh)
+        self.of_groups = tuple(self._of(group.layout) for group in groups)
+        rank_of = states.layout.placement.rank_of
+        self.divisions = tuple(
+            Division(
+                group.layout,
+                group.model.embed_head,
+                [group.model.used_by(r == rank_of[0], r == rank_of[-1]) for r in group.ranks],
+            )
+            for group in groups
+        )
+        trainable = groups[0].model.stack.options.trainable
+        # the parts of a state that have a natural form
+        self._part_of: dict[str, Callable[[Tree], Tree]] = {
+            "state": lambda state: state,
+            "params": lambda state: state["params"],
+            "gradients": lambda state: trained_part(state["params"], trainable),
+        }
+        self._to_natural: dict[tuple[Layout, str], Callable[[Tree], Tree]] = {}
+
+    def _of(self, layout: Layout) -> States:
+        whole = self.states
+        return whole if layout is whole.layout else replace(whole, layout=layout)
+
+    def new(self, seed: int | None) -> Tree:
+        """Return the initial state: each group draws its layers."""
+        return self._split([states.new(seed) for states in self.of_groups])
+
+    def from_natural(self, state: Tree) -> Tree:
+        """Return the ranks' state from a state in natural order."""
+        return self._split([each.to_staged(_rows(state, each)) for each in self.of_groups])
+
+    def to_natural(self, trees: Sequence[Tree], part: str = "state") -> Tree:
+        """Return the natural form of the ranks' trees; part: state | params | gradients."""
+        pick, found = self._part_of[part], []
+        for (ranks, layout, _), division, states in zip(
+            self.groups, self.divisions, self.of_groups, strict=True
+        ):
+            staged = division.join([trees[r] for r in ranks], pick(states.staged))
+            if (layout, part) not in self._to_natural:
+                out = jax.tree.map(_sharding, pick(states.natural), staged)
+                self._to_natural[layout, part] = jax.jit(layout.to_natural, out_shardings=out)
+            found.append(self._to_natural[layout, part](staged))
+        return found[0] if len(found) == 1 else self._merged(found, pick(self.states.natural))
+
+    def _split(self, staged: Sequence[Tree]) -> Tree:
+        """Return the tree of each rank from the groups' staged trees."""
+        of_rank: dict[int, Tree] = {}
+        for group, division, tree in zip(self.groups, self.divisions, staged, strict=True):
+            split = division.split(jax.block_until_ready(tree))
+            of_rank |= zip(group.ranks, split, strict=True)
+        return tuple(of_rank[r] for r in sorted(of_rank))
+
+    def _merged(self, parts: Sequence[Tree], shapes: Tree) -> Tree:
+        """Return the whole tree in natural order from those of several groups, in one process."""
+        layers = np.concatenate([states.layout.placement.layers for states in self.of_groups])
+        order, everywhere = np.argsort(layers), NamedSharding(self.meshes.storage, P())
+
+        def merge(path: tuple, a: jax.ShapeDtypeStruct, *leaves: jax.Array | None) -> jax.Array:
+            copies = [jax.device_put(leaf, everywhere) for leaf in leaves if leaf is not None]
+            whole = jnp.concatenate(copies)[order] if is_layer(path) else copies[0]
+            return jax.device_put(whole, a.sharding)
+
+        return jax.tree_util.tree_map_with_path(merge, shapes, *parts)
+
+    def described(self, rank: int) -> tuple[Tree, Tree]:
+        """Return (shapes, specs) of a rank's {"params", "optimizer", "step"}."""
+        g = self.meshes.group_of[rank]
+        place, staged = self.groups[g].ranks.index(rank), self.of_groups[g].staged
+        return self.divisions[g].described(staged, place)
+
+
+def _sharding(shape: jax.ShapeDtypeStruct, leaf: jax.Array | None) -> Any:
+    """Return the sharding of a natural leaf; None if no rank of the group holds it."""
+    return None if leaf is None else shape.sharding
+
+
+def _rows(state: Tree, states: States) -> Tree:
+    """Return the rows of natural order that belong to a group, on its devices, in one process."""
+    if states.has_all:
+        return state
+    rows = with_layers(state, states.layout.placement.layers)
+    return jax.device_put(rows, shardings_of(states.natural))
