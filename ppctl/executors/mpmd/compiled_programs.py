@@ -86,9 +86,10 @@ class CompiledPrograms:
         return len(groups) > 1
 
     def _received(self, entry: PlanEntry, sent: Tree) -> Tree:
-        """Return the shapes of a value on a receiver of another group.
+        """Return the shapes of a value on a receiver of other sizes.
 
-        Activations are cut into rows in the order of devices, on either side.
+        Activations are cut into rows in the order of devices, on either side. Leaves of embedding
+        and head that ranks share are not among these values.
         """
         group = self.meshes.group_of[entry.rank]
         mesh = self.abstract[group]

@@ -67,25 +67,22 @@ def pair_mesh(sender: Mesh, receiver: Mesh) -> Mesh:
 
 
 def copy_across(sender: Mesh, receiver: Mesh, there: Tree, value: Tree) -> tuple[Tree]:
-    """Return a copy of a value on a receiver in the same processes; there: the copy's shardings."""
+    """Return a copy of a value on a receiver in the same processes; there: its sharded shapes.
+
+    Each device sends its part, which may have another shape on a receiver of other sizes: the rows
+    of an activation lie in the order of devices.
+    """
     counterpart = dict(zip(sender.devices.flat, receiver.devices.flat, strict=True))
 
-    def one(a: jax.Array, sharding: NamedSharding) -> jax.Array:
-        copies = {}
+    def one(a: jax.Array, to: jax.ShapeDtypeStruct) -> jax.Array:
+        sharding, copies = to.sharding, {}
+        assert isinstance(sharding, NamedSharding), "a mesh of devices"
         for device, part in local_shards(a).items():
-            copies[counterpart[device]] = jax.device_put(part, counterpart[device])
-        return from_shards(a.shape, sharding, copies)
+            cut = part.reshape(sharding.shard_shape(to.shape))
+            copies[counterpart[device]] = jax.device_put(cut, counterpart[device])
+        return from_shards(to.shape, sharding, copies)
 
     return (jax.tree.map(one, value, there),)
-
-
-def recut(there: Tree, value: Tree) -> tuple[Tree]:
-    """Return a value on a rank of other sizes in the same process; there: its sharded shapes.
-
-    The rows of an activation lie in the order of devices on both ranks.
-    """
-    move = lambda a, to: jax.device_put(a.reshape(to.shape), to.sharding)  # noqa: E731
-    return (jax.tree.map(move, value, there),)
 
 
 def parts_of(shapes: Tree) -> tuple[Part, ...]:
