@@ -54,9 +54,13 @@ class RankMeshes:
     @cached_property
     def is_mine(self) -> tuple[bool, ...]:
         """Whether this process has a device of each rank; of described devices it has all."""
-        is_all, mine = is_described(self.storage), jax.process_index()
+        mine = jax.process_index()
         processes = [[d.process_index for d in mesh.devices.flat] for mesh in self.by_rank]
-        return tuple(is_all or mine in each for each in processes)
+        return tuple(self.is_described or mine in each for each in processes)
+
+    @cached_property
+    def is_described(self) -> bool:
+        return is_described(self.storage)
 
     @property
     def num_ranks(self) -> int:

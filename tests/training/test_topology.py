@@ -15,8 +15,8 @@ from ppctl.cli.commands.plan import plan as run_plan
 from ppctl.config.groups.hardware_settings import PER_CORE
 from ppctl.errors import ConfigError
 from ppctl.executors import described_devices as topology
+from ppctl.executors import rank_meshes
 from ppctl.executors.described_devices import described_mesh, has_plugin, target_config
-from ppctl.executors.mpmd import mpmd_runtime as runtime
 from ppctl.model.attention.cudnn_attention import CALLS
 from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.training.pipeline.job import assemble
@@ -151,7 +151,7 @@ def test_other_shapes_and_sizes_are_refused(monkeypatch):
 def test_programs_of_mpmd_are_compiled_once_each_and_each_rank_has_its_memory(monkeypatch):
     here = assemble(replace(DISPATCHED, plan=config.Plan())).pipe.engine.compile(evaluate=False)
     described(monkeypatch)
-    monkeypatch.setattr(runtime, "is_described", lambda mesh: True)
+    monkeypatch.setattr(rank_meshes, "is_described", lambda mesh: True)
     engine = assemble(DISPATCHED).pipe.engine
     assert engine.compile(evaluate=False).total_bytes == here.total_bytes
     built = list(engine.compiled.compiled)

@@ -14,9 +14,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ppctl.executors.mpmd.compiled_programs import CompiledPrograms
+from ppctl.executors.mpmd.compiled_programs import CompiledPrograms, memory_breakdown
 from ppctl.executors.mpmd.dispatch_plan import Call, Key, PlanEntry, Walk, last_uses
-from ppctl.executors.mpmd.plan_memory import memory_breakdown
 from ppctl.executors.mpmd.transfers import (
     TURN,
     copy_across,

@@ -1,26 +1,7 @@
 """The plan of a schedule's tasks: their programs, the values read and written, and the readers.
 
-Values have names:
-
-w, acc                  the layers of a stage, and the sums of their gradients
-embed_head              a rank's parameters of embedding and head, None for unused leaves
-acc_embed_head          the sums of their gradients
-inputs, targets, m      the batch, and the number of a microbatch
-keys                    random keys of the batch's examples, if layers take keys
-x, gx; y, gy            a stage's input and output for a microbatch, and their gradients
-stash, pending          values from a forward to its backward, and from I to W
-sum                     a stage's gradients, summed over its rank's devices, a shard on each
-losses                  sum of the losses, and their number
-
-With a divided vocabulary, stages have no embedding and no head. Each rank has a part of both,
-and these values:
-
-part                    the number of the part
-own_x, part_x           the part's summand of the first stage's input; its copy on that stage's rank
-last_y, first_gx        the last stage's output, the gradient of the first stage's input
-logits, own_log_sums    values from S to T: to T on the same rank, and to T on all ranks
-log_sums, all_log_sums  copy of own_log_sums on the last stage's rank; all combined, on each rank
-own_gy, part_gy         the part's summand of the last stage's gy; its copy on that stage's rank
+`plan_values` has the names of values. With a divided vocabulary, stages have no embedding and no
+head: each rank has a part of both.
 """
 
 from collections.abc import Sequence
@@ -28,6 +9,7 @@ from typing import Any, NamedTuple
 
 from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, ProgramId, with_moves
 from ppctl.executors.mpmd.fused_tasks import fused_entry
+from ppctl.executors.mpmd.plan_values import value_kind
 from ppctl.model.random_keys import KEYS
 from ppctl.schedule.ir import PART_KINDS, Kind, Schedule, Task
 from ppctl.schedule.partition.partition import Partition
@@ -41,10 +23,6 @@ JOINED = {
     "gy": ("own_gy", "part_gy"),
     "all_log_sums": ("own_log_sums", "log_sums"),
 }
-# values in the form of a stage's input on one device
-ACTIVATIONS = ("x", "y", "gx", "gy", "last_y", "first_gx", *JOINED["x"], *JOINED["gy"])
-# values of a whole rank, whose keys have no stage and no microbatch
-OF_RANK = ("inputs", "targets", KEYS, "losses", "embed_head", "acc_embed_head", "part")
 
 
 class Role(NamedTuple):
@@ -216,11 +194,8 @@ def _reduction(reductions: Sequence[ProgramId], stage: int, rank: int) -> PlanEn
 def _key(name: str, task: Task, rank: int) -> Key:
     """Return the key of a value that a task reads or writes."""
     stage, _, microbatch = task
-    if name == "m":
-        return (name, rank, microbatch)
-    if name in OF_RANK:
-        return (name, rank)
-    return (name, stage) if name in ("w", "acc") else (name, stage, microbatch)
+    numbers = {"rank": (rank,), "stage": (stage,), "microbatch": (rank, microbatch)}
+    return (name, *numbers.get(value_kind(name).key, (stage, microbatch)))
 
 
 def _readers(schedule: Schedule, name: str, task: Task) -> list[tuple[int, Key]]:

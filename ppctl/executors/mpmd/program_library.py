@@ -16,9 +16,8 @@ from ppctl.executors.model_shapes import Model
 from ppctl.executors.mpmd.dispatch_plan import ProgramId
 from ppctl.executors.mpmd.fused_tasks import FusedTasks, run_fused
 from ppctl.executors.mpmd.plan_tasks import FORWARD, JOINS, TASKS, TOTAL, Role
+from ppctl.executors.mpmd.plan_values import value_kind
 from ppctl.executors.mpmd.rank_programs import (
-    NUMBERS,
-    SHARED,
     RankRole,
     StageSums,
     drop_device_dim,
@@ -36,34 +35,27 @@ from ppctl.schedule.ir import PART_KINDS
 from ppctl.schedule.mesh_axes import RANK_AXES
 
 Tree = Any
-# values that differ by device: they have a leading dim over devices, of length 1 inside a program
-OF_DEVICE = ("acc", "acc_embed_head", "losses", "stash", "pending", "logits")
 
 
 class ProgramLibrary:
     """The function, PartitionSpecs and donated arguments of each program.
 
-    param_specs: specs of the parameters, by role of the rank. sum_axes: mesh axes of the sum of
-    gradients. once: by kind, functions of the programs that run after the gradients, such as the
-    update. once_specs: (program, value name) -> the value's specs; None: other values.
-    whole_arrays: kinds of programs that see a rank's whole arrays, as XLA divides them.
+    state_specs: specs of the state, by role of the rank. once: by kind, functions of the programs
+    that run after the gradients, such as the update. whole_arrays: kinds of programs that see a
+    rank's whole arrays, as XLA divides them.
     """
 
     def __init__(
         self,
         model: Model,
-        param_specs: dict[RankRole, Tree],
-        sum_axes: tuple[str, ...] = RANK_AXES,
+        state_specs: Mapping[RankRole, Tree],
         *,
         is_one_device: bool = False,  # whether a rank has one device
         once: Mapping[str, Callable[..., tuple]] | None = None,
-        once_specs: Callable[[ProgramId, str], Tree | None] = lambda *_: None,
         whole_arrays: Sequence[str] = (),
     ):
-        self.model, self.param_specs, self.sum_axes = model, param_specs, sum_axes
-        self.is_one_device = is_one_device
-        self.once, self.once_specs, self.auto = once or {}, once_specs, model.auto
-        self.whole_arrays = whole_arrays
+        self.model, self.state_specs, self.is_one_device = model, state_specs, is_one_device
+        self.once, self.auto, self.whole_arrays = once or {}, model.auto, whole_arrays
         self.device_axes = tuple(axis for axis in RANK_AXES if axis not in model.auto)
 
     def auto_axes(self, program: ProgramId) -> tuple[str, ...]:
@@ -73,35 +65,29 @@ class ProgramLibrary:
         is_task = program.kind in TASKS or isinstance(program.shape, FusedTasks)
         return self.auto if is_task else ()
 
-    def specs(self, program: ProgramId, name: str) -> Tree:
-        """Return the spec of a value of a program: a tree, or one spec for all its leaves."""
-        found = self.once_specs(program, name)
-        if found is not None:
-            return found
-        if name == "params":
-            return self.param_specs[program.shape]
-        if name == "grads":
-            which = self.model.stack.options.trainable
-            specs = trained_part(self.param_specs[program.shape], which)
-            if program.shape.shared != "gives":
-                return specs
-            return specs | {"embed_head": without_shared(self.model, specs["embed_head"])}
-        if name in SHARED:
-            return self.model.keep(self.param_specs[program.shape]["embed_head"], self.model.shared)
-        if name in ("inputs", "targets"):
-            return BATCH
-        if name == "sum":
-            return self._sum_specs
-        if self.auto and name in ("embed_head", "acc_embed_head"):
-            specs = self.model.auto_specs["embed_head"]
-            trained = self.model.trained_embed_head(specs)
-            return specs if name == "embed_head" else self._with_devices(trained)
-        # embed_head is declared replicated once gathered, even if tp or another axis divides it
-        return P() if name in ("embed_head", *NUMBERS) else P(self.device_axes)
+    def specs(self, program: ProgramId, name: str, role: Role | StageSums | None = None) -> Tree:
+        """Return the spec of a value of a program: a tree, or one spec for all its leaves.
 
-    def _with_devices(self, specs: Tree) -> Tree:
-        """Return the specs of gradient sums: a leading device dim, then the parameters' specs."""
-        return jax.tree.map(lambda spec: P(self.device_axes, *spec), specs)
+        role: of the stage, for its layers and their sums.
+        """
+        form, model = value_kind(name).form, self.model
+        if form in ("number", "batch"):
+            return P() if form == "number" else BATCH
+        if form == "sum":
+            return self._sum_specs
+        if form in ("part", "activation", "sums"):
+            return P(self.device_axes)
+        if form not in ("state", "grads", "shared"):
+            return self._weight_specs(form, role)
+        state = self.state_specs[program.shape]
+        if form == "state":
+            return state["params" if name == "mean_grads" else name.removeprefix("next_")]
+        if form == "shared":
+            return model.keep(state["params"]["embed_head"], model.shared)
+        specs = trained_part(state["params"], model.stack.options.trainable)
+        if program.shape.shared != "gives":
+            return specs
+        return specs | {"embed_head": without_shared(model, specs["embed_head"])}
 
     def all_specs(self, program: ProgramId, names: Sequence[str]) -> list[Tree]:
         """Return the specs of all values that a program reads, or of all that it writes."""
@@ -111,30 +97,33 @@ class ProgramLibrary:
             return [found[name] for name in names]
         stages = shape.stages if isinstance(shape, RankRole) else (shape,)
         layers = {name: iter(stages) for name in ("w", "acc")}
-        return [
-            self._layers_specs(name, next(layers[name]))
-            if name in layers
-            else self.specs(program, name)
-            for name in names
-        ]
+        return [self.specs(program, n, next(layers[n]) if n in layers else None) for n in names]
 
-    def _layers_specs(self, name: str, role: Role | StageSums) -> Tree:
-        """Return the specs of a stage's layers as tasks get them ("w"), or of the sums ("acc")."""
-        model, number = self.model, role.num_layers
-        one = model.auto_specs["layers"] if self.auto else model.layer_specs
-        if name == "acc" and not self.auto:
+    def _weight_specs(self, form: str, role: Role | StageSums | None) -> Tree:
+        """Return the specs of layers or of embedding and head as tasks get them, or of sums."""
+        model, is_sum = self.model, form.endswith("sums")
+        if is_sum and not self.auto:
             return P(self.device_axes)
-        if one is None:
-            return P()
-        one = model.inputs.extended(one, P(), P())
-        stacked = jax.tree.map(lambda spec: P(None, *spec), one)
-        specs = stacked if number > model.unroll else [one] * number
-        return specs if name == "w" else self._with_devices(model.trained_weights(specs))
+        if role is None:
+            # declared replicated once gathered, even if tp or another axis divides it
+            specs = model.auto_specs["embed_head"] if self.auto else P()
+            trained = model.trained_embed_head
+        else:
+            one = model.auto_specs["layers"] if self.auto else model.layer_specs
+            if one is None:
+                return P()
+            one = model.inputs.extended(one, P(), P())
+            stacked, number = jax.tree.map(lambda spec: P(None, *spec), one), role.num_layers
+            specs = stacked if number > model.unroll else [one] * number
+            trained = model.trained_weights
+        if not is_sum:
+            return specs
+        return jax.tree.map(lambda spec: P(self.device_axes, *spec), trained(specs))
 
     @property
     def _sum_specs(self) -> Tree:
         """The specs of a stage's reduced sums of gradients, stacked."""
-        layers = next(iter(self.param_specs.values()))["layers"]
+        layers = next(iter(self.state_specs.values()))["params"]["layers"]
         staged = self.model.trained_weights(self.model.inputs.extended(layers, P(), P()))
         return jax.tree.map(lambda spec: P(*spec[2:]), staged)
 
@@ -142,12 +131,12 @@ class ProgramLibrary:
         """Return a program's function of one device, from values read to values written."""
         model, shape = self.model, program.shape
         if program.kind == "prepare":
-            return partial(prepare_rank, model, shape, program, self.param_specs[shape])
+            return partial(prepare_rank, model, shape, program, self.state_specs[shape]["params"])
         if program.kind == "reduce":
-            return partial(reduce_stage, model, shape, self._sum_specs, self.sum_axes)
+            return partial(reduce_stage, model, shape, self._sum_specs, self.device_axes)
         if program.kind == "finish":
-            specs = self.param_specs[shape]
-            return partial(finish_rank, model, shape, program, specs, self.sum_axes)
+            specs = self.state_specs[shape]["params"]
+            return partial(finish_rank, model, shape, program, specs, self.device_axes)
         if program.kind in JOINS:
             return partial(joined, program.kind)
         if program.kind in self.once:
@@ -157,13 +146,13 @@ class ProgramLibrary:
 
         def task(*values: Any) -> tuple:
             named = zip(program.reads, values, strict=True)
-            v = {name: drop_device_dim(a) if name in OF_DEVICE else a for name, a in named}
+            v = {name: drop_device_dim(a) if is_summed(name) else a for name, a in named}
             if program.kind in PART_KINDS:
                 found = run_part(model, program.kind, v)
             else:
                 found = run_task(model, program.kind, shape, v)
             written = ((name, found[name]) for name in program.writes)
-            return tuple(add_device_dim(a) if name in OF_DEVICE else a for name, a in written)
+            return tuple(add_device_dim(a) if is_summed(name) else a for name, a in written)
 
         return task
 
@@ -218,6 +207,10 @@ def _with_head(
         return None, {"losses": add(model.head(*args, *known))}
     gy, total, losses = model.add_head(*args, v["acc_embed_head"], *known)
     return gy, {"losses": add(losses), "acc_embed_head": total}
+
+
+def is_summed(name: str) -> bool:
+    return value_kind(name).form.endswith("sums")
 
 
 def add_device_dim(tree: Tree) -> Tree:

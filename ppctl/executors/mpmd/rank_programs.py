@@ -21,9 +21,7 @@ from ppctl.model.stack import flat_batch
 from ppctl.schedule.mesh_axes import DATA_AXES
 
 Tree = Any
-NUMBERS = ("m", "part", SEED, "layer_numbers")  # values equal on all of a rank's devices
 NO_INPUTS = LayerInputs()
-SHARED = ("given", "given_there", "shared_sum", "shared")  # values with gradients of shared leaves
 
 
 @dataclass(frozen=True)

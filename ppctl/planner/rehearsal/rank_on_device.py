@@ -21,6 +21,7 @@ from ppctl.errors import ConfigError
 from ppctl.executors.compiler_options import temp_bytes
 from ppctl.executors.model_shapes import Model
 from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, ProgramId, last_uses
+from ppctl.executors.mpmd.plan_values import value_kind
 from ppctl.executors.mpmd.program_library import ProgramLibrary
 from ppctl.executors.mpmd.rank_programs import RankRole, prepare_rank
 from ppctl.executors.spmd.spmd_program import rank_arrays, spmd_of_rank
@@ -33,7 +34,6 @@ from ppctl.training.pipeline.job import TrainingJob
 from ppctl.training.pipeline.optimizers import apply_gradients, global_norm
 
 Tree = Any
-NUMBERS = ("m", "part")  # names of int32 arguments of programs
 # by primitive, the parameters that hold jaxprs
 BODIES = {"scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"), "cond": ("branches",)}
 
@@ -119,7 +119,7 @@ class RankOnDevice:
         self.library = ProgramLibrary(self.model, {})
         self.options = dict(job.pipe.execution.xla_flags)
         read = (key for entry in entries for key in entry.reads)
-        given = {key for key in read if key[0] in ("inputs", "targets", *NUMBERS)}
+        given = {key for key in read if value_kind(key[0]).form in ("batch", "number")}
         self.freed = last_uses(entries, keep={*prepare.writes, *given})
         shapes = self._shapes(role, prepare, batch)
 
@@ -196,12 +196,12 @@ class RankOnDevice:
         for key in {key for entry in self.entries for key in entry.reads}:
             if key[0] in batch:
                 given[key] = jax.ShapeDtypeStruct(batch[key[0]].shape, batch[key[0]].dtype)
-            elif key[0] in NUMBERS:
+            elif value_kind(key[0]).form == "number":
                 given[key] = jax.ShapeDtypeStruct((), jnp.int32)
         return given
 
     def _filled(self, key: Key, shape: Tree) -> Tree:
-        if key[0] in NUMBERS:
+        if value_kind(key[0]).form == "number":
             return self.on.put(jnp.int32(key[-1]))
         is_weight = key[0] in ("w", "embed_head")
         return self.on.put((random_like if is_weight else zeros_like)(shape))

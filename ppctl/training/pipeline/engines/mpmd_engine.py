@@ -15,10 +15,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ppctl.executors.model_shapes import shard_bytes, shard_shapes
-from ppctl.executors.mpmd.compiled_programs import CompiledPrograms
+from ppctl.executors.mpmd.compiled_programs import CompiledPrograms, memory_breakdown
 from ppctl.executors.mpmd.dispatch_plan import Key, Walk
 from ppctl.executors.mpmd.mpmd_runtime import Runtime
-from ppctl.executors.mpmd.plan_memory import memory_breakdown
 from ppctl.executors.parameter_layout import BATCH
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.random_keys import SEED, key_of_seed

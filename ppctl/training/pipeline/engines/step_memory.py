@@ -4,22 +4,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ppctl.executors.mpmd.dispatch_plan import ProgramId
-from ppctl.executors.mpmd.rank_programs import SHARED
+from ppctl.executors.mpmd.plan_values import value_kind
 
 PARTS = (
     *("parameters", "optimizer", "weights", "gradients", "activations", "transfers", "batch"),
     "temporaries",
 )
-SUMS = ("acc", "acc_embed_head", "sum", "grads", *SHARED)
-NAMES = {  # part of each value name in a plan of executor=mpmd
-    **dict.fromkeys(("params", "next_params"), "parameters"),
-    **dict.fromkeys(("optimizer", "next_optimizer"), "optimizer"),
-    **dict.fromkeys(("inputs", "targets"), "batch"),
-    **dict.fromkeys(("w", "embed_head"), "weights"),
-    **dict.fromkeys(SUMS, "gradients"),
-    **dict.fromkeys(("x", "y", "gx", "gy"), "transfers"),
-    **dict.fromkeys(("stash", "pending", "logits"), "activations"),
-}
 # program, or None for the program of a whole step -> bytes of temporaries on one device
 Temporaries = Callable[[ProgramId | None], int]
 
@@ -41,7 +31,6 @@ def by_part(held: Mapping[str, int]) -> dict[str, int]:
     """
     found: dict[str, int] = dict.fromkeys(PARTS[:-1], 0)
     for name, size in held.items():
-        # scalars such as the loss have no part: count them as transfers
-        part = name if name in PARTS else NAMES.get(name, "transfers")
+        part = name if name == "temporaries" else value_kind(name).memory
         found[part] = found.get(part, 0) + size
     return found

@@ -6,16 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec as P
 
 from ppctl.executors.mpmd.dispatch_plan import ProgramId
 from ppctl.executors.mpmd.program_library import ProgramLibrary
 from ppctl.executors.mpmd.rank_programs import with_shared
 from ppctl.executors.parameter_layout import gathered, sharded_over
 from ppctl.model.layer_inputs import LOSS
-from ppctl.model.layer_reports import COUNTS, counted_part, divided_by, without_counted
+from ppctl.model.layer_reports import counted_part, divided_by, without_counted
 from ppctl.model.stack import divisor, metric_means
-from ppctl.schedule.mesh_axes import RANK_AXES
 from ppctl.training.pipeline.engines.rank_states import RankStates
 from ppctl.training.pipeline.engines.step_plans import StepPlans
 from ppctl.training.pipeline.optimizers import (
@@ -41,40 +39,25 @@ class UpdatePrograms:
         lr_schedule: optax.Schedule | None,
     ):
         # 1. the specs of each rank's state
-        ranks, layout, self.model = states.groups[group]
+        ranks, _, self.model = states.groups[group]
         self.num_ranks, self.optimizer, self.lr_schedule = len(plans.ranks), optimizer, lr_schedule
-        self.axes = tuple(axis for axis in RANK_AXES if axis not in layout.of_rank.auto)
         self.is_plain = isinstance(optimizer, optax.GradientTransformation)
         is_elementwise = getattr(optimizer, "is_elementwise", True) and not counted_by(optimizer)
-        self.of_state = {plans.roles[r]: states.described(r)[1] for r in ranks}
         # 2. the programs
         once = {"mean": self._mean, "divide": self._divide, "squares": self._squares}
         once |= {"combine": self._combine, "update": self._update, "try": self._try}
         self.library = ProgramLibrary(
             self.model,
-            {here: specs["params"] for here, specs in self.of_state.items()},
-            self.axes,
+            {plans.roles[r]: states.described(r)[1] for r in ranks},
             is_one_device=states.meshes.by_rank[ranks[0]].size == 1,
             once=once,
-            once_specs=self._specs,
             whole_arrays=() if is_elementwise else ("update", "try"),
         )
 
-    def _specs(self, program: ProgramId, name: str) -> Tree | None:
-        """Return the specs of a value that these programs read or write; None for other values."""
-        name = name.removeprefix("next_")
-        is_updated = name == "params" and program.kind in ("update", "try")
-        if name in ("optimizer", "step") or is_updated:
-            return self.of_state[program.shape][name]
-        if name == "mean_grads":
-            return self.of_state[program.shape]["params"]
-        name = name.removesuffix("_there")
-        is_number = name in ("loss", "number", "squares", "attached", "numbers", COUNTS)
-        return P() if is_number else None
-
     def _mean(self, _: ProgramId, *losses: Tree) -> tuple:
+        axes = self.library.device_axes
         loss, number = jax.tree.map(
-            lambda *parts: jax.lax.psum(sum(a[0] for a in parts), self.axes), *losses
+            lambda *parts: jax.lax.psum(sum(a[0] for a in parts), axes), *losses
         )
         return loss / divisor(number), number
 
