@@ -130,10 +130,9 @@ def test_tasks_sum_once_a_layer():
 
 
 def test_a_device_holds_its_shards():
-    halves, whole = (make_pipe(stack(), {"tp": tp, "pp": 2}, **MPMD).engine for tp in (2, 1))
-    shards, all_of_it = (
-        shard_bytes(each.states.staged["params"]["layers"]) for each in (halves, whole)
-    )
+    pipes = [make_pipe(stack(), {"tp": tp, "pp": 2}, **MPMD) for tp in (2, 1)]
+    shards, all_of_it = (shard_bytes(pipe.states.staged["params"]["layers"]) for pipe in pipes)
+    halves, whole = (pipe.engine for pipe in pipes)
     undivided = 2 * 8 * 8  # 2 layers of a rank, a scale of 8 numbers, 8 bytes each
     assert shards - undivided == (all_of_it - undivided) // 2
     for engine in (halves, whole):
