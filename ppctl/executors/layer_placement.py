@@ -56,11 +56,6 @@ class Placement:
         return np.array(counts, np.int32).reshape(-1, self.num_ranks)
 
     @property
-    def num_slots(self) -> int:
-        """Number of layer slots of each stage: the layers of the largest one."""
-        return int(self.counts.max())
-
-    @property
     def is_even(self) -> bool:
         return bool((self.counts == self.num_slots).all())
 

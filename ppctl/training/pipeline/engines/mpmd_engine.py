@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -20,7 +19,6 @@ from ppctl.executors.mpmd.dispatch_plan import Key, Walk
 from ppctl.executors.mpmd.mpmd_runtime import Runtime
 from ppctl.executors.parameter_layout import BATCH
 from ppctl.model.layer_inputs import LOSS
-from ppctl.model.random_keys import SEED, key_of_seed
 from ppctl.model.stack import metric_means, number_of
 from ppctl.schedule.ir import Task
 from ppctl.schedule.scheduled_step import ScheduledStep
@@ -122,26 +120,11 @@ class Mpmd:
         return PlacedBatches(self.batch_shapes, shardings, self.model.num_microbatches)
 
     @cached_property
-    def _numbers(self) -> dict[Key, np.ndarray]:
-        """Numbers of microbatches and vocabulary parts; layer numbers and seeds for random keys."""
-        has_key = self.model.inputs.has_key
-        readers = {rank for ranks in self.plans.readers.values() for rank in ranks}
-        found: dict[Key, np.ndarray] = {
-            ("m", r, m): np.asarray(m, np.int32)
-            for r in (self.ranks if has_key else readers)
-            for m in range(self.model.num_microbatches)
-        }
-        if self.plans.has_parts:
-            found |= {("part", r): np.asarray(r, np.int32) for r in self.ranks}
-        if has_key:
-            numbers, seed = self.layout.placement.numbers, key_of_seed(self.seed)
-            found |= {("layer_numbers", r): numbers[:, r : r + 1] for r in self.ranks}
-            found |= {(SEED, r): seed for r in self.ranks}
-        return found
-
-    @cached_property
     def _placed_numbers(self) -> dict[Key, jax.Array | None]:
-        return {key: self.runtime.numbers(value, key[1]) for key, value in self._numbers.items()}
+        return {
+            key: self.runtime.numbers(value, key[1])
+            for key, value in self.plans.numbers(self.seed).items()
+        }
 
     def given(self, state: Tree, batch: Mapping[Key, Tree]) -> dict[Key, Tree]:
         """Return the inputs of a plan: state, batch and numbers."""
@@ -160,7 +143,9 @@ class Mpmd:
         for name in STATE:
             for r, (shapes, specs) in enumerate(described):
                 found[name, r] = shape(shapes[name], specs[name], group_of[r])
-        numbers = {key: shape(a, P(), group_of[key[1]]) for key, a in self._numbers.items()}
+        numbers = {
+            key: shape(a, P(), group_of[key[1]]) for key, a in self.plans.numbers(self.seed).items()
+        }
         return found | numbers
 
     @property

@@ -8,6 +8,8 @@ update.
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from ppctl.executors.layer_placement import Placement
 from ppctl.executors.model_shapes import Model
 from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, transfer_entry
@@ -15,6 +17,7 @@ from ppctl.executors.mpmd.plan_tasks import roles, task_entries
 from ppctl.executors.mpmd.rank_programs import rank_entries, rank_entry, rank_roles, reductions
 from ppctl.executors.rank_meshes import RankMeshes
 from ppctl.model.layer_reports import COUNTS
+from ppctl.model.random_keys import SEED, key_of_seed
 from ppctl.schedule.scheduled_step import ScheduledStep
 from ppctl.training.pipeline.engines.rank_states import STATE
 
@@ -29,7 +32,7 @@ class StepPlans:
         self, model: Model, placement: Placement, scheduled: ScheduledStep, meshes: RankMeshes
     ):
         self.model, self.scheduled, self.group_of = model, scheduled, meshes.group_of
-        self.rank_of = placement.rank_of
+        self.placement, self.rank_of = placement, placement.rank_of
         self.stage_roles = roles(
             placement.partition,
             are_alike=model.stack.are_alike,
@@ -49,6 +52,23 @@ class StepPlans:
         if self.has_parts or self.model.inputs.divisors is not None:
             return {"inputs": self.ranks, "targets": self.ranks}
         return {"inputs": [self.first], "targets": [self.last]}
+
+    def numbers(self, seed: int) -> dict[Key, np.ndarray]:
+        """Return the numbers that plans read: of microbatches, vocabulary parts, layers, the seed."""
+        has_key = self.model.inputs.has_key
+        readers = {rank for ranks in self.readers.values() for rank in ranks}
+        found: dict[Key, np.ndarray] = {
+            ("m", r, m): np.asarray(m, np.int32)
+            for r in (self.ranks if has_key else readers)
+            for m in range(self.model.num_microbatches)
+        }
+        if self.has_parts:
+            found |= {("part", r): np.asarray(r, np.int32) for r in self.ranks}
+        if has_key:
+            of_layers, key = self.placement.numbers, key_of_seed(seed)
+            found |= {("layer_numbers", r): of_layers[:, r : r + 1] for r in self.ranks}
+            found |= {(SEED, r): key for r in self.ranks}
+        return found
 
     def plan(self, what: str) -> tuple[list[PlanEntry], list[Key]]:
         """Return (the plan of this name, the keys of its results); see `_plan`."""
