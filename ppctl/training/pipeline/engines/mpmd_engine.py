@@ -53,11 +53,12 @@ class Mpmd:
     ):
         # 1. states and plans
         self.batch_shapes, self.model, self.scheduled = batch_shapes, groups[0].model, scheduled
-        self.layout, self.seed = states.layout, states.seed
+        self.layout = states.layout
         self.rank_states = RankStates(states, groups)
         self.meshes = self.rank_states.meshes
         self.plans = StepPlans(self.model, self.layout.placement, scheduled, self.meshes)
         self.ranks, self.read_at = self.plans.ranks, self.plans.read_at
+        self.numbers = self.plans.numbers(states.seed)
         # 2. programs
         libraries = [
             UpdatePrograms(self.plans, self.rank_states, g, optimizer, lr_schedule).library
@@ -121,10 +122,7 @@ class Mpmd:
 
     @cached_property
     def _placed_numbers(self) -> dict[Key, jax.Array | None]:
-        return {
-            key: self.runtime.numbers(value, key[1])
-            for key, value in self.plans.numbers(self.seed).items()
-        }
+        return {key: self.runtime.numbers(value, key[1]) for key, value in self.numbers.items()}
 
     def given(self, state: Tree, batch: Mapping[Key, Tree]) -> dict[Key, Tree]:
         """Return the inputs of a plan: state, batch and numbers."""
@@ -138,14 +136,14 @@ class Mpmd:
     def given_shapes(self) -> dict[Key, Tree]:
         """The shapes of the inputs of a plan, with shardings on the mesh of a group."""
         shape, group_of = self.compiled.shape, self.meshes.group_of
-        found = {key: shape(a, BATCH, group_of[key[1]]) for key, a in self.batches.placed.items()}
+        found = {key: shape(a, P(), group_of[key[1]]) for key, a in self.numbers.items()}
+        for key, a in self.batches.placed.items():
+            found[key] = shape(a, BATCH, group_of[key[1]])
         described = [self.rank_states.described(r) for r in self.ranks]
         for name in STATE:
             for r, (shapes, specs) in enumerate(described):
                 found[name, r] = shape(shapes[name], specs[name], group_of[r])
-        numbers = {
-            key: shape(a, P(), group_of[key[1]]) for key, a in self.plans.numbers(self.seed).items()
-        }
+        numbers = {key: shape(a, P(), group_of[key[1]]) for key, a in self.numbers.items()}
         return found | numbers
 
     @property

@@ -54,7 +54,7 @@ class StepPlans:
         return {"inputs": [self.first], "targets": [self.last]}
 
     def numbers(self, seed: int) -> dict[Key, np.ndarray]:
-        """Return the numbers that plans read: of microbatches, vocabulary parts, layers, the seed."""
+        """Return the numbers of microbatches, parts and layers, and the key of the seed."""
         has_key = self.model.inputs.has_key
         readers = {rank for ranks in self.readers.values() for rank in ranks}
         found: dict[Key, np.ndarray] = {
