@@ -69,7 +69,7 @@ def layers(number):
     [
         (
             {"num_microbatches": 3},
-            "Use 9,",
+            "Use 6 or 9,",
             {"batch": {name: np.resize(a, (9, 4)) for name, a in BATCH.items()}},
         ),
         ({"schedule": "zb_v"}, "partition=[0, 1, 1, 0]", {"partition": [0, 1, 1, 0]}),
