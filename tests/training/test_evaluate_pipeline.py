@@ -80,6 +80,16 @@ def test_predictions_losses_and_metrics_equal_plain_jax_for_any_number_of_exampl
         np.testing.assert_allclose(pipe.loss(state, part), expected, rtol=1e-12)
 
 
+def test_a_placed_batch_is_evaluated_as_one_on_the_host():
+    pipe = make(mesh=ppctl.mesh(dp=2), schedule="gpipe")
+    state, batch = pipe.init(seed=1), {name: a[:8] for name, a in BATCH.items()}
+    placed = pipe.put(batch)
+    assert placed["inputs"].shape[:2] == (2, 4), "microbatches, examples of each"
+    outputs = pipe.predict(state, batch["inputs"])
+    np.testing.assert_array_equal(pipe.predict(state, placed["inputs"]), outputs)
+    assert pipe.evaluate(state, placed) == pipe.evaluate(state, batch)
+
+
 def test_a_network_has_its_parameters_predictions_and_metrics_by_example():
     init = lambda key: {"w": jnp.eye(3), "b": jax.random.normal(key, (3,))}
 

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
 
 from ppctl.errors import ConfigError
 from ppctl.executors.model_shapes import Model, tree_bytes
@@ -179,12 +178,10 @@ class Pipeline:
         return self.engine.loss_and_grads(self._state_checks.checked(state), self.put(batch))
 
     def _is_placed(self, batch: Any) -> bool:
-        def is_at(a: Any, sharding: NamedSharding) -> bool:
-            return isinstance(a, jax.Array) and a.sharding == sharding
-
+        batches = self.engine.batches
         return isinstance(batch, Mapping) and all(
-            key in batch and all(is_at(a, to) for a in jax.tree.leaves(batch[key]))
-            for key, to in self.engine.batches.shardings.items()
+            key in batch and all(batches.is_placed(a, key) for a in jax.tree.leaves(batch[key]))
+            for key in batches.shardings
         )
 
     def _is_whole(self, batch: Mapping[str, Any]) -> bool:
@@ -250,8 +247,8 @@ class Pipeline:
                 f"no outputs or loss by itself. Use pipe.loss with batches of {self.batch_size}."
             )
         shapes = {name: self.batch_shapes[name] for name in names}
-        arrays = on_host(batch, shapes, self.stack, any_number=True)
-        return self.engine.params(state), arrays
+        examples = self.engine.batches.in_examples(batch)
+        return self.engine.params(state), on_host(examples, shapes, self.stack, any_number=True)
 
     @cached_property
     def _whole(self) -> WholeModel:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from ppctl.executors.compiler_options import compiled_quickly
 from ppctl.executors.parameter_layout import BATCH, Layout, with_layers
-from ppctl.model.stack import num_examples
+from ppctl.model.stack import flat_batch, num_examples
 
 Tree = Any
 
@@ -130,6 +130,24 @@ class PlacedBatches:
             for index in sharding.addressable_devices_indices_map(shape).values():
                 held.update(self._numbers[index].ravel().tolist() if index else ())
         return tuple(sorted(held))
+
+    def is_placed(self, array: Any, key: str | tuple[str, int]) -> bool:
+        """Return whether `put` has made an array of this key."""
+        return (
+            isinstance(array, jax.Array)
+            and array.sharding == self.shardings.get(key)
+            and array.shape[:2] == self._numbers.shape
+        )
+
+    def in_examples(self, batch: Any) -> Any:
+        """Return a batch with its placed arrays as [examples, ...] on the host, all else as is."""
+
+        def one(array: Any, name: str) -> Any:
+            return flat_batch(np.asarray(array)) if self.is_placed(array, name) else array
+
+        if not isinstance(batch, Mapping):
+            return batch
+        return {name: jax.tree.map(partial(one, name=name), part) for name, part in batch.items()}
 
     def put(self, batch: Mapping[str, Any]) -> dict[Any, Tree]:
         """Return placed global arrays from a batch of this process's `examples` only."""
