@@ -118,9 +118,12 @@ class Decoder:
     def empty(self, batch: int) -> Cache:
         """Return an empty cache for `batch` sequences."""
         shapes = [(batch, self.num_positions, *each) for each in self.cached]
-        make = lambda device: tuple(jnp.zeros(each, self.dtype, device=device) for each in shapes)  # noqa: E731
+
+        def of_layer(device: Any) -> tuple[jax.Array, ...]:
+            return tuple(jnp.zeros(each, self.dtype, device=device) for each in shapes)
+
         pairs = zip(self._layers_of, self.devices, strict=True)
-        return [[make(device) for _ in layers] for layers, device in pairs]
+        return [[of_layer(device) for _ in layers] for layers, device in pairs]
 
     def read(
         self, tokens_BT: jax.Array, cache: Cache, first: int, starts_B: jax.Array

@@ -12,7 +12,7 @@ from ppctl.model.random_keys import drawing
 from ppctl.model.random_keys import dropout as drop
 from ppctl.model.stack import Stack, StackOptions, Tree
 
-ACTIVATIONS = {  # of transformers, too
+ACTIVATIONS = {  # transformers have them too
     "relu": jax.nn.relu,
     "tanh": jnp.tanh,
     "gelu": jax.nn.gelu,  # approximated by tanh

@@ -125,9 +125,7 @@ class _Transformer:
 
     @property
     def vocab_size(self) -> int:
-        assert self.sizes.vocab_size is not None, (
-            "a model has its own number of tokens or its data's"
-        )
+        assert self.sizes.vocab_size is not None, "the model or its data give the number of tokens"
         return self.sizes.vocab_size
 
     @property

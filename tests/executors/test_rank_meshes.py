@@ -34,7 +34,7 @@ from ppctl.training.pipeline.optimizers import init_state, train_step
 from ppctl.training.pipeline.pipeline_request import divided_stack, shards_in_stages
 
 NUM_LAYERS, BATCH_SIZE, MICROBATCHES = 5, 16, 4
-SIZES = MeshSizes(fsdp=2), MeshSizes(tp=2)  # of rank 0 and rank 1
+SIZES = MeshSizes(fsdp=2), MeshSizes(tp=2)  # rank 0, rank 1
 
 
 def engine_of(name, batch):

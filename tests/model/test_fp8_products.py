@@ -64,7 +64,7 @@ def test_a_token_does_not_depend_on_others():
     multiply = product("outputs")
     *whole, _ = gradients(multiply, x, w, g)
     halves = [gradients(multiply, x[rows], w, g[rows]) for rows in (slice(4), slice(4, 8))]
-    for i, rows in enumerate(whole):  # of y, and of the gradient of x
+    for i, rows in enumerate(whole):  # y, then the gradient of x
         np.testing.assert_array_equal(rows, np.concatenate([half[i] for half in halves]))
 
 

@@ -9,7 +9,6 @@ from support.selection import full
 from support.small_runs import checkpoints, records
 
 from ppctl.training.checkpoint.stored_checkpoints import StoredCheckpoints
-from ppctl.training.run import step_records
 
 BAD = 17  # the example that makes its step's gradients not finite
 WORDS = (
@@ -108,13 +107,12 @@ ALL_BAD = "+data.options.bad=[" + ",".join(map(str, range(64))) + "]"
 @pytest.mark.parametrize(
     "at", ["run.checkpoint.every=null", "run.num_steps=2", full(("run.checkpoint.every=2",))]
 )
-def test_too_many_in_a_row_save_and_stop(skipping, tmp_path, tells, at, monkeypatch):
-    monkeypatch.setattr(step_records, "MOST_SKIPPED", 2)
+def test_too_many_in_a_row_save_and_stop(skipping, tmp_path, tells, at):
     run_dir, words = tmp_path / "run", ("mesh=1x2", "schedule=1f1b", "optim.warmup_steps=1")
     words += ALL_BAD, f"run.on_event={tells}"
-    code, _, err = skipping(*words, "run.checkpoint.every=null", at)
+    code, _, err = skipping(*words, "run.max_skipped=2", "run.checkpoint.every=null", at)
     assert code == 4, err
-    assert "2 steps in a row have gradients that are not finite" in err
+    assert "2 steps in a row have gradients that are not finite (run.max_skipped=2)" in err
     assert err.count("\n") == 1
     saved = checkpoints(run_dir)[-1]
     assert f"Step {saved} is saved" in err
@@ -127,8 +125,7 @@ def test_too_many_in_a_row_save_and_stop(skipping, tmp_path, tells, at, monkeypa
     assert [each["event"] for each in found[-2:]] == ["non_finite", "failed"]
     assert all(np.isfinite(a).all() for a in jax.tree.leaves(params(run_dir, saved)))
     # after a resume the rate is still that of the first update
-    monkeypatch.setattr(step_records, "MOST_SKIPPED", 9)
-    assert skipping(*words, "run.num_steps=4")[0] == 0
+    assert skipping(*words, "run.num_steps=4", "run.max_skipped=9")[0] == 0
     rates = [line["lr"] for line in records(run_dir)]
     assert len(rates) == 4
     assert len(set(rates)) == 1

@@ -11,7 +11,7 @@ class LinearMap(NamedTuple):
     Its initial values, division over tp, 8-bit scales, adapter and names in files follow from it.
     """
 
-    path: str  # of its parameters in a layer
+    path: str  # place of the parameters in a layer
     tensor: str  # module of `transformers`, after model.layers.L.
     num_in: int
     num_out: int
@@ -41,7 +41,7 @@ class AttentionForm(NamedTuple):
     maps: tuple[LinearMap, ...]
     norms: tuple[Norm, ...]
     num_heads: int
-    widths: tuple[int, int]  # of a head's queries and keys, and of its values
+    widths: tuple[int, int]  # width of a head's queries and keys, width of its values
     cached: tuple[tuple[int, ...], ...]  # shapes of a token's arrays that decoding keeps
 
     @property

@@ -42,9 +42,8 @@ class Stdlib(Data):
     """The sources of Python's standard library: on every machine, no download."""
 
     name: str = "stdlib"
-    cache_dir: Annotated[str, PathCheck("auto")] = (
-        "auto"  # of tokenized texts; auto: ~/.cache/ppctl
-    )
+    # directory of tokenized texts; auto: ~/.cache/ppctl
+    cache_dir: Annotated[str, PathCheck("auto")] = "auto"
     # bytes | a tokenizer.json | a directory with one; None: run.start_from's, else bytes
     tokenizer: Tokenizer | None = None
     # token after each document; None: the tokenizer's eos_token, or the byte 0 for bytes

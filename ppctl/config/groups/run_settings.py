@@ -74,6 +74,8 @@ class Run(Settings):
     resume_with: Annotated[str, one_of("same", "changed")] = "same"
     # action at gradients that are not finite: stop | skip (no update; names the examples)
     on_nonfinite: Annotated[str, one_of("stop", "skip")] = "stop"
+    # skipped steps in a row after which on_nonfinite=skip saves and stops
+    max_skipped: Count = 10
     log_every: Count = 10  # steps between lines on the terminal; metrics.jsonl has every step
     eval_every: Count | None = 100  # steps between evaluations; None: no evaluation
     eval_at_start: bool = False  # evaluate a new run before its first step too

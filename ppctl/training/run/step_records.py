@@ -26,7 +26,6 @@ from ppctl.training.run.run_lines import StepPrediction
 
 Tree = Any
 MOST_TIMES = 1000  # number of newest step times, for their median
-MOST_SKIPPED = 10  # skipped steps in a row after which a run saves and stops
 
 
 @dataclass
@@ -86,18 +85,18 @@ class StepRecords:
         self.events.tell("evaluated", step=finished, **record)
 
     def _skip(self, finished: int) -> None:
-        """Record a step without an update. SkippedError after MOST_SKIPPED steps in a row."""
+        """Record a step without an update. SkippedError after run.max_skipped steps in a row."""
         run = self.job.config.run
         with writing(Path(run.dir)):
             examples = self.job.data.examples_of(finished - 1)
             self.metrics.log_skipped(self.last, examples)
         self.events.tell("skipped", step=finished, examples=examples)
         self._num_in_row += 1
-        if self._num_in_row >= MOST_SKIPPED:
+        if self._num_in_row >= run.max_skipped:
             raise SkippedError(
                 f"step {finished}: {self._num_in_row} steps in a row have gradients that are not "
-                f"finite; {SKIPPED} in {run.dir} lists their examples. Try a smaller optim.lr, or "
-                "look at these examples."
+                f"finite (run.max_skipped={run.max_skipped}); {SKIPPED} in {run.dir} lists their "
+                "examples. Try a smaller optim.lr, or look at these examples."
             )
 
     def non_finite(self, finished: int, what: str, *, newest_good: int) -> NonFiniteError:
