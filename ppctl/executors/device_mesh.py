@@ -22,6 +22,16 @@ def on_cpu() -> str:
     return setting("run.platform", "cpu", "JAX_PLATFORMS=cpu")
 
 
+def processes(mesh: Mesh) -> list[int]:
+    """Return the process index of each device."""
+    return [device.process_index for device in mesh.devices.flat]
+
+
+def is_mine(mesh: Mesh) -> bool:
+    """Return whether this process has a device of a mesh."""
+    return jax.process_index() in processes(mesh)
+
+
 def make_mesh(sizes: MeshSizes, order: str = "auto") -> Mesh:
     """Return a mesh of the first attached devices; several processes must use all their devices.
 

@@ -1,14 +1,14 @@
 """The limit on dispatched programs that have not ended."""
 
 from collections import deque
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 from jax.sharding import Mesh
 
 from ppctl.executors.described_devices import is_described
+from ppctl.executors.device_mesh import processes
 
-Tree = Any
 T = TypeVar("T")
 MOST_STARTED = 32  # programs in flight per device that XLA allows on CPU
 
@@ -24,8 +24,7 @@ class ProgramsUnderWay:
 
     def __init__(self, mesh: Mesh):
         is_cpu = mesh.devices.flat[0].platform == "cpu" and not is_described(mesh)
-        of_process = [device.process_index for device in mesh.devices.flat]
-        self.is_limited = is_cpu and of_process.count(jax.process_index()) > 1
+        self.is_limited = is_cpu and processes(mesh).count(jax.process_index()) > 1
         self.results = deque[jax.Array]()
 
     def add(self, result: jax.Array) -> None:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
-import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from ppctl.executors.described_devices import is_described
+from ppctl.executors.device_mesh import is_mine
 from ppctl.schedule.mesh_axes import RANK_AXES, MeshSizes
 
 
@@ -54,9 +54,7 @@ class RankMeshes:
     @cached_property
     def is_mine(self) -> tuple[bool, ...]:
         """Whether this process has a device of each rank; of described devices it has all."""
-        mine = jax.process_index()
-        processes = [[d.process_index for d in mesh.devices.flat] for mesh in self.by_rank]
-        return tuple(self.is_described or mine in each for each in processes)
+        return tuple(self.is_described or is_mine(mesh) for mesh in self.by_rank)
 
     @cached_property
     def is_described(self) -> bool:

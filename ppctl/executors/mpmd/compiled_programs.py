@@ -20,11 +20,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ppctl.executors.compiler_options import temp_bytes
+from ppctl.executors.device_mesh import processes
 from ppctl.executors.model_shapes import shard_bytes
 from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, ProgramId, last_uses
 from ppctl.executors.mpmd.plan_values import value_kind
 from ppctl.executors.mpmd.program_library import ProgramLibrary
-from ppctl.executors.mpmd.transfers import Part, lower_crossing, pair_mesh, parts_of, processes
+from ppctl.executors.mpmd.transfers import Part, lower_crossing, pair_mesh, parts_of
 from ppctl.executors.parameter_layout import without_axes
 from ppctl.executors.rank_meshes import RankMeshes
 

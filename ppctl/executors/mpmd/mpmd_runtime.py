@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ppctl.executors.device_mesh import processes
 from ppctl.executors.mpmd.compiled_programs import CompiledPrograms, memory_breakdown
 from ppctl.executors.mpmd.dispatch_plan import Call, Key, PlanEntry, Walk, last_uses
 from ppctl.executors.mpmd.transfers import (
@@ -24,7 +25,6 @@ from ppctl.executors.mpmd.transfers import (
     local_zeros,
     pair_mesh,
     parts_of,
-    processes,
 )
 from ppctl.executors.programs_under_way import ProgramsUnderWay
 

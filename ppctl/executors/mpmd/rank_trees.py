@@ -13,13 +13,8 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ppctl.executors.mpmd.transfers import (
-    from_holder,
-    from_shards,
-    is_mine,
-    local_shards,
-    local_zeros,
-)
+from ppctl.executors.device_mesh import is_mine
+from ppctl.executors.mpmd.transfers import from_holder, from_shards, local_shards, local_zeros
 from ppctl.executors.parameter_layout import Layout, is_layer, parameter_of, without_axes
 from ppctl.executors.rank_meshes import RankMeshes
 

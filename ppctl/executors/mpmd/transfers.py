@@ -15,6 +15,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ppctl.executors.device_mesh import is_mine
+
 Tree = Any
 Device = Any
 Part = tuple[tuple[int, ...], np.dtype]  # shape and dtype of a device's part of an array
@@ -45,16 +47,6 @@ def local_zeros(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> dict[Device, 
     """Return zeros on each device of a mesh in this process, as parts of an array."""
     mine = (device for device in mesh.devices.flat if device.process_index == jax.process_index())
     return {device: jax.device_put(np.zeros(shape, dtype), device) for device in mine}
-
-
-def processes(mesh: Mesh) -> list[int]:
-    """Return the process index of each device."""
-    return [device.process_index for device in mesh.devices.flat]
-
-
-def is_mine(mesh: Mesh) -> bool:
-    """Return whether this process has a device of a mesh."""
-    return jax.process_index() in processes(mesh)
 
 
 # from submesh to submesh
