@@ -1,4 +1,4 @@
-"""A model on one device: its shapes, its stage, and the leaves that embedding and head use."""
+"""A model on one device: its shapes and its stage."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,21 +11,17 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ppctl.executors.outer_layers import OuterLayers, computed, traced
 from ppctl.executors.parameter_layout import gather_shard, parameter_of, sharded_over
-from ppctl.executors.stage.layer_programs import add_embedding_grad, add_head_grads
 from ppctl.executors.stage.stage import Stage
 from ppctl.model.layer_inputs import PARAMS, LayerInputs, without_attached
 from ppctl.model.layer_reports import cast_layers, check_reports
 from ppctl.model.parallel import WHOLE, StageAxes
 from ppctl.model.stack import Stack, VocabularyParts, num_examples
-from ppctl.model.trainable_parameters import trained_flags, trained_part
+from ppctl.model.trainable_parameters import trained_part
 from ppctl.schedule.remat import Remat
 
 Tree = Any
-
-
-def is_none(a: Any) -> bool:
-    return a is None
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,19 +86,17 @@ class Model:
     @cached_property
     def x(self) -> jax.ShapeDtypeStruct:
         """Shape of the activation between layers."""
-        args = self.computed(self.embed_head), self.microbatch["inputs"]
+        args = computed(self.embed_head, self.dtype), self.microbatch["inputs"]
         return self.traced(lambda: jax.eval_shape(self.stack.embed, *args))
 
     def traced(self, function: Callable[[], Any]) -> Any:
-        """Return function(), traced with the axes inside a stage: layers may use collectives."""
-        found: list[Any] = []
-        jax.make_jaxpr(lambda: found.append(function()), axis_env=list(self.axes.sizes))()
-        return found[0]
+        """Return function(), traced with the axes inside a stage."""
+        return traced(function, self.axes)
 
     @cached_property
     def inputs(self) -> LayerInputs:
         """The extra inputs of layers. Raises ConfigError if embedding or head attach a loss."""
-        embed_head, batch = self.computed(self.embed_head), self.microbatch
+        embed_head, batch = computed(self.embed_head, self.dtype), self.microbatch
         with without_attached("embedding"):
             self.traced(lambda: jax.eval_shape(self.stack.embed, embed_head, batch["inputs"]))
         with without_attached("head"):
@@ -168,47 +162,6 @@ class Model:
         """Dtype of parameters and of sums of gradients."""
         return jax.tree.leaves(self.embed_head or self.layer)[0].dtype
 
-    @cached_property
-    def uses(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-        """(flags of the leaves that the embedding uses, flags of those that the head uses).
-
-        A leaf that neither uses counts as the head's.
-        """
-        leaves, treedef = jax.tree.flatten(self.computed(self.embed_head))
-
-        def used(function: Any, *args: Any) -> list[bool]:
-            call = lambda leaves, args: function(jax.tree.unflatten(treedef, leaves), *args)  # noqa: E731
-            jaxpr = jax.make_jaxpr(call, axis_env=list(self.axes.sizes))(leaves, args).jaxpr
-            read = {id(v) for equation in jaxpr.eqns for v in equation.invars}
-            read |= {id(v) for v in jaxpr.outvars}
-            return [id(v) in read for v in jaxpr.invars[: len(leaves)]]
-
-        by_embedding = used(self.stack.embed, self.microbatch["inputs"])
-        by_head = used(self.stack.head, self.x, self.microbatch["targets"])
-        by_head = [a or not b for a, b in zip(by_head, by_embedding, strict=True)]
-        return tuple(by_embedding), tuple(by_head)
-
-    @property
-    def shared(self) -> tuple[bool, ...]:
-        """Flags of the trained leaves of embed_head that embedding and head share.
-
-        With a divided vocabulary these are the undivided leaves, which every rank uses.
-        """
-        is_trained = trained_flags(self.embed_head, self.stack.trains("embed_head"))
-        if self.own_embed_head is not None:
-            return tuple(a and not b for a, b in zip(is_trained, self.own_embed_head, strict=True))
-        return tuple(a and b and c for a, b, c in zip(*self.uses, is_trained, strict=True))
-
-    @cached_property
-    def losses(self) -> Tree:
-        """Shapes of (sum of losses, number of losses)."""
-        embed_head, targets = self.computed(self.embed_head), self.microbatch["targets"]
-        return self.traced(lambda: jax.eval_shape(self.stack.head, embed_head, self.x, targets))
-
-    def trained_embed_head(self, embed_head: Tree) -> Tree:
-        """Return a tree like `embed_head` with None for frozen parameters."""
-        return trained_part(embed_head, self.stack.trains("embed_head"))
-
     def trained_weights(self, w: Any) -> Any:
         """Return extended layers (a list, one or stacked) with None for frozen parameters."""
         which = self.inputs.trainable(self.stack)["layers"]
@@ -216,62 +169,19 @@ class Model:
             return [trained_part(layer, which) for layer in w]
         return trained_part(w, which)
 
-    def used_by(self, is_first: bool, is_last: bool) -> tuple[bool, ...]:
-        """Return flags of the embed_head leaves that a rank with the first or last stage uses.
-
-        With a divided vocabulary every rank uses all leaves.
-        """
-        if self.own_embed_head is not None:
-            return (True,) * len(self.own_embed_head)
-        return tuple((is_first and a) or (is_last and b) for a, b in zip(*self.uses, strict=True))
-
-    def keep(self, embed_head: Tree, used: tuple[bool, ...]) -> Tree:
-        """Return `embed_head` with None for unused leaves."""
-        leaves, treedef = jax.tree.flatten(embed_head, is_leaf=is_none)
-        kept = [leaf if use else None for leaf, use in zip(leaves, used, strict=True)]
-        return jax.tree.unflatten(treedef, kept)
-
-    def fill(self, embed_head: Tree) -> Tree:
-        """Return `embed_head` with zeros for unused leaves, which are None."""
-        leaves, treedef = jax.tree.flatten(self.embed_head)
-        found = jax.tree.leaves(embed_head, is_leaf=is_none)
-        zeros = (jnp.zeros(a.shape, self.dtype) for a in leaves)
-        filled = [z if a is None else a for z, a in zip(zeros, found, strict=True)]
-        return jax.tree.unflatten(treedef, filled)
-
-    # embedding and head from a rank's leaves (None: unused), or from its part of the vocabulary
-
-    def embed(self, embed_head: Tree, inputs: Tree, part: jax.Array | None = None) -> jax.Array:
-        if part is not None and self.parts is not None:
-            return self.parts.embed(embed_head, inputs, part)
-        return self.stack.embed(self.fill(embed_head), inputs)
-
-    def head(self, embed_head: Tree, y: jax.Array, targets: Tree, *known: Any) -> tuple:
-        """Return (sum of losses, their number).
-
-        known: the last arguments of `VocabularyParts.head`, if the vocabulary is divided.
-        """
-        if known and self.parts is not None:
-            return self.parts.head(embed_head, y, targets, *known)
-        return self.stack.head(self.fill(embed_head), y, targets)
-
-    def add_embedding(
-        self, embed_head: Tree, inputs: Tree, gx: jax.Array, total: Tree, part: Any = None
-    ) -> Tree:
-        """Return `total` plus the embedding's gradient; gx: gradient of the embedding's result.
-
-        part: number of the vocabulary part, if executor=mpmd divides the vocabulary, else None.
-        """
-        trains, embed = self.stack.trains("embed_head"), partial(self.embed, part=part)
-        return add_embedding_grad(embed, embed_head, inputs, gx, total, trains)
-
-    def add_head(
-        self, embed_head: Tree, y: jax.Array, targets: Tree, total: Tree, *known: Any
-    ) -> tuple[jax.Array, Tree, Any]:
-        """Return (gradient of y, `total` with the head's gradient, (sum of losses, number))."""
-        trains, head = self.stack.trains("embed_head"), lambda *args: self.head(*args, *known)
-        gy, total, *losses = add_head_grads(head, embed_head, y, targets, total, trains)
-        return gy, total, tuple(losses)
+    @cached_property
+    def outer(self) -> OuterLayers:
+        """Embedding and head."""
+        return OuterLayers(
+            stack=self.stack,
+            embed_head=self.embed_head,
+            microbatch=self.microbatch,
+            x=self.x,
+            dtype=self.dtype,
+            axes=self.axes,
+            own_embed_head=self.own_embed_head,
+            parts=self.parts,
+        )
 
     def check_reports(self) -> None:
         """Raise ConfigError unless layers report the counts that the stack declares."""
@@ -283,10 +193,6 @@ class Model:
     def computed_layer(self) -> Tree:
         """Shapes of a layer in the compute dtype, except for the parameters in `Stack.uncast`."""
         return cast_layers(self.layer, self.dtype, self.stack.uncast)
-
-    def computed(self, shapes: Tree) -> Tree:
-        """Return shapes of parameters in the compute dtype."""
-        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, self.dtype), shapes)
 
 
 def tree_bytes(tree: Tree) -> int:

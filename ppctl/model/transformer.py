@@ -109,7 +109,7 @@ class _Transformer:
             outputs=self.outputs,
             mixes_examples=False,
             rounded_weights=self._rounded_weights,
-            check_batch=self.check_batch,
+            check_batch=lambda *batch: _check_tokens(self.vocab_size, self.packed, *batch),
             divided=self.divided,
             updates=self._updates,
             keep_dtype=(CHOICE_BIAS,) if any(self.sizes.has_experts) else (),
@@ -182,27 +182,6 @@ class _Transformer:
         if not self.sizes.traits.scale_embedding:
             return x_BTD
         return x_BTD * jnp.asarray(self.sizes.d_model**0.5, x_BTD.dtype)
-
-    def check_batch(self, inputs_BT: Any, targets_BT: Any) -> None:
-        """Raise ConfigError for dtypes, or values of NumPy arrays, that are not token ids."""
-        size = self.vocab_size
-        lowest = {"inputs": -size if self.packed else 0, "targets": NO_TOKEN}
-        for name, ids_BT in (("inputs", inputs_BT), ("targets", targets_BT)):
-            if ids_BT is None:
-                continue
-            if not jnp.issubdtype(ids_BT.dtype, jnp.integer):
-                raise ConfigError(f"{name} are {ids_BT.dtype}, not token ids. Use int32.")
-            if not isinstance(ids_BT, np.ndarray) or not ids_BT.size:
-                continue
-            if self.packed and name == "inputs":
-                ids_BT = np.where(ids_BT == PADDING, 0, ids_BT)
-            least, most = int(ids_BT.min()), int(ids_BT.max())
-            if least < lowest[name] or most >= size:
-                raise ConfigError(
-                    f"{name} hold {least if least < lowest[name] else most}, but token ids are "
-                    f"0..{size - 1} (vocab_size={size}). Use {lowest[name]}..{size - 1}"
-                    f"{', where -1 is no target' if name == 'targets' else ''}."
-                )
 
     def divided(self, axes: StageAxes) -> DividedStack:
         """Return the functions on one device of a stage that is divided over axes."""
@@ -319,6 +298,27 @@ def num_tokens(inputs_BT: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, 
     """Return (number of targets, number of real tokens): see `StackOptions.divisors`."""
     is_real_BT = Documents(split_starts(inputs_BT)[1]).is_real_BT
     return (targets_BT != NO_TOKEN).sum(), is_real_BT.sum()
+
+
+def _check_tokens(size: int, packed: bool, inputs_BT: Any, targets_BT: Any) -> None:
+    """Raise ConfigError for dtypes, or values of NumPy arrays, that are not ids below `size`."""
+    lowest = {"inputs": -size if packed else 0, "targets": NO_TOKEN}
+    for name, ids_BT in (("inputs", inputs_BT), ("targets", targets_BT)):
+        if ids_BT is None:
+            continue
+        if not jnp.issubdtype(ids_BT.dtype, jnp.integer):
+            raise ConfigError(f"{name} are {ids_BT.dtype}, not token ids. Use int32.")
+        if not isinstance(ids_BT, np.ndarray) or not ids_BT.size:
+            continue
+        if packed and name == "inputs":
+            ids_BT = np.where(ids_BT == PADDING, 0, ids_BT)
+        least, most = int(ids_BT.min()), int(ids_BT.max())
+        if least < lowest[name] or most >= size:
+            raise ConfigError(
+                f"{name} hold {least if least < lowest[name] else most}, but token ids are "
+                f"0..{size - 1} (vocab_size={size}). Use {lowest[name]}..{size - 1}"
+                f"{', where -1 is no target' if name == 'targets' else ''}."
+            )
 
 
 def _check_no_padding(num_tokens: int, axes: StageAxes) -> None:

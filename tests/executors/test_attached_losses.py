@@ -169,7 +169,7 @@ def test_a_network_attaches_losses(how):
     pipe = ppctl.pipeline(as_network(), mesh=ppctl.mesh(pp=2), batch=make_batch(), **how)
     state = pipe.init()
     _, found = pipe.loss_and_grads(state, make_batch())
-    found = pipe.stack.options.network.from_parts(found)
+    found = pipe.stack.options.network.parameters.from_parts(found)
     expected = {"embed_head": grads["embed_head"], "layers": unstacked(grads["layers"])}
     assert error(found, expected) <= TOLERANCE
     _, metrics = pipe.step(state, make_batch())
@@ -189,7 +189,7 @@ def test_attached_losses_are_means_over_the_units_of_a_network(executor):
     half = attaching_stack(lambda x, loss, name: ppctl.attach_loss(x, loss / 2, name=name))
     plain = one_step(half, executor="reference")
     _, wanted = plain.loss_and_grads(plain.init(seed=0), make_batch())
-    found = pipe.stack.options.network.from_parts(grads)
+    found = pipe.stack.options.network.parameters.from_parts(grads)
     expected = {"embed_head": wanted["embed_head"], "layers": unstacked(wanted["layers"])}
     assert error(found, expected) <= TOLERANCE
 

@@ -267,7 +267,9 @@ def test_a_network_draws_as_the_function_of_its_key(how):
     batch = {name: rng.standard_normal((8, 6)) for name in ("inputs", "targets")}
     pipe = make_pipe(network, batch, **how)
     state = pipe.init(seed=2)
-    params = jax.device_get(pipe.stack.options.network.from_parts(pipe.to_natural(state)["params"]))
+    params = jax.device_get(
+        pipe.stack.options.network.parameters.from_parts(pipe.to_natural(state)["params"])
+    )
     keys = example_keys(jnp.asarray(key_of_seed(0)), jnp.int32(0), jnp.arange(8))
     key = wrapped(layer_keys(keys, jnp.int32(0)))  # the same in all layers
 
@@ -279,7 +281,9 @@ def test_a_network_draws_as_the_function_of_its_key(how):
 
     wanted = jax.value_and_grad(mean_loss)(params, key)
     loss, grads = pipe.loss_and_grads(state, batch)
-    found, wanted = jax.device_get(((loss, pipe.stack.options.network.from_parts(grads)), wanted))
+    found, wanted = jax.device_get(
+        ((loss, pipe.stack.options.network.parameters.from_parts(grads)), wanted)
+    )
     assert error(found, wanted) <= TOLERANCE
     assert float(pipe.loss(state, batch)) == pytest.approx(
         float(mean_loss(params, None)), rel=1e-12

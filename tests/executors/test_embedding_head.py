@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ppctl.executors.compiler_options import temp_bytes
-from ppctl.executors.stage.layer_programs import add_embedding_grad
+from ppctl.executors.outer_layers import add_embedding_grad
 
 V, T, D = 4096, 16, 8
 EMBEDDINGS = {

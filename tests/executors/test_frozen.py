@@ -23,9 +23,10 @@ from support.selection import full, full_except
 import ppctl
 from ppctl import transformer
 from ppctl.errors import ConfigError
+from ppctl.executors.outer_layers import add_head_grads
 from ppctl.executors.reference import reference
 from ppctl.executors.stage.jaxpr_flops import matmul_flops
-from ppctl.executors.stage.layer_programs import LayerPrograms, add_head_grads
+from ppctl.executors.stage.layer_programs import LayerPrograms
 from ppctl.model.lora import Lora
 from ppctl.model.mlp import mlp
 from ppctl.model.stack import init
@@ -305,7 +306,7 @@ def test_part_of_a_network_is_frozen(executor):
         executor=executor,
         dtype=jnp.float64,
     )
-    export = pipe.stack.options.network.from_parts
+    export = pipe.stack.options.network.parameters.from_parts
     params = jax.tree.map(np.asarray, export(pipe.to_natural(pipe.init(0))["params"]))
     state, _ = pipe.step(pipe.init(0), batch)
     found = jax.tree.map(np.asarray, export(pipe.to_natural(state)["params"]))

@@ -11,8 +11,9 @@ import pytest
 from support import cases
 from support.mpmd_cases import MpmdCase, make_engine
 
+from ppctl.executors.outer_layers import add_head_grads
 from ppctl.executors.stage.jaxpr_tools import add_outputs, demand, depending_only, flatten
-from ppctl.executors.stage.layer_programs import LayerPrograms, add_head_grads
+from ppctl.executors.stage.layer_programs import LayerPrograms
 from ppctl.executors.stage.stage import Stage
 from ppctl.model import cross_entropy as module
 from ppctl.model.experts import triton_products
@@ -204,7 +205,7 @@ def backward_of(num_layers, remat):
     w0 = {"up": jnp.ones((4, 8)), "down": jnp.ones((8, 4))}
     x = jnp.ones((2, 4))
     stage, w = Stage(block, Remat.of(remat), w0, x, in_order=True), [w0] * num_layers
-    stash = stage.stash_shapes(w)
+    stash = stage.programs.stash_shapes(w)
     args = {
         "w": w,
         "stash": jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), stash),

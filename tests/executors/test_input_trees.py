@@ -97,7 +97,7 @@ def test_a_network_takes_a_tree(mesh, how):
     pipe = make(network(), mesh, **how)
     state = pipe.init(seed=0)
     loss, grads = pipe.loss_and_grads(state, make_batch())
-    assert_same((loss, pipe.stack.options.network.from_parts(grads)), of_plain_network())
+    assert_same((loss, pipe.stack.options.network.parameters.from_parts(grads)), of_plain_network())
 
 
 @pytest.mark.parametrize(("mesh", "how"), [WAYS[0], full(WAYS[1])])

@@ -65,7 +65,10 @@ def test_the_parts_together_are_the_function(name, auto):
     found, found_grads = jax.jit(step, compiler_options=COMPILE_FAST)(params, batch)
     assert float(found["loss"]) == pytest.approx(loss, rel=1e-12)
     assert (
-        difference(stack.options.network.from_parts(jax.tree.map(np.asarray, found_grads)), grads)
+        difference(
+            stack.options.network.parameters.from_parts(jax.tree.map(np.asarray, found_grads)),
+            grads,
+        )
         < 1e-12
     )
 
@@ -75,11 +78,17 @@ def check(name, auto, loss_and_grads):
     found, found_grads = loss_and_grads
     assert float(found) == pytest.approx(loss, rel=1e-12)
     assert (
-        difference(stack.options.network.from_parts(jax.tree.map(np.asarray, found_grads)), grads)
+        difference(
+            stack.options.network.parameters.from_parts(jax.tree.map(np.asarray, found_grads)),
+            grads,
+        )
         < 1e-10
     )
     for a, b in zip(
-        *map(jax.tree.leaves, (pieces.to_parts(pieces.from_parts(found_grads)), found_grads)),
+        *map(
+            jax.tree.leaves,
+            (pieces.parameters.to_parts(pieces.parameters.from_parts(found_grads)), found_grads),
+        ),
         strict=True,
     ):
         np.testing.assert_array_equal(a, b)  # constants have no gradient
@@ -225,10 +234,10 @@ def test_the_operations_and_parameters_of_each_layer_are_listed():
     assert any("conv" in name for name in first.operations)
     for name, auto in (("images", False), ("tokens", False), ("deep", True)):
         stack, *_, (pieces, _, _) = made(name, auto)
-        shapes = dict(zip(pieces.names, pieces.shapes, strict=True))
+        shapes = dict(zip(pieces.leaves.names, pieces.leaves.shapes, strict=True))
         held = [dict(each.params) for each in stack.options.network.contents]
         assert {key: shape for each in held for key, shape in each.items()} == shapes
-        for key, place in zip(pieces.names, pieces.places, strict=True):
+        for key, place in zip(pieces.leaves.names, pieces.parameters.places, strict=True):
             where = [i for i, each in enumerate(held) if key in each]
             assert where == [place + 1] if place is not None else set(where) <= {0, len(held) - 1}
         assert all(
@@ -349,9 +358,9 @@ def test_decay_is_for_matrices():
     parts = pieces.initial(jax.random.key(0))
     assert decays(parts) == {
         "embed_head": {},
-        "layers": {pieces.tag: {"kernel": True, "bias": False}},
+        "layers": {pieces.parameters.tag: {"kernel": True, "bias": False}},
     }
     assert {
         name: leaf.sum(axis=tuple(range(1, leaf.ndim))).tolist()
-        for name, leaf in parts["layers"][pieces.tag].items()
+        for name, leaf in parts["layers"][pieces.parameters.tag].items()
     } == {"kernel": [16.0, 8.0], "bias": [4.0, 0.0]}

@@ -12,7 +12,8 @@ from support.selection import full, full_except
 from ppctl import transformer
 from ppctl.errors import ConfigError
 from ppctl.executors.stage.jaxpr_flops import matmul_flops
-from ppctl.executors.stage.stage import LayerSlots, Stage
+from ppctl.executors.stage.slot_programs import LayerSlots
+from ppctl.executors.stage.stage import Stage
 from ppctl.schedule.remat import Remat
 
 WIDTH = 16
@@ -211,7 +212,7 @@ def split_of(name):
     """
     layer, w, shape = BLOCKS[name]()
     x = jnp.ones(shape)
-    programs = Stage(layer, Remat.NONE, w, jax.ShapeDtypeStruct(shape, x.dtype)).layers[0]
+    programs = Stage(layer, Remat.NONE, w, jax.ShapeDtypeStruct(shape, x.dtype)).programs.layers[0]
     return programs.pull, programs.split, (w, programs.saved, x)
 
 
@@ -219,7 +220,7 @@ def split_of(name):
 def test_a_backward_without_recomputation_runs_no_matrix_product_of_the_forward(model):
     layer, w, shape = of_model(model)
     x = jax.ShapeDtypeStruct(shape, jnp.float64)
-    programs = Stage(layer, Remat.NONE, w, x).layers[0]
+    programs = Stage(layer, Remat.NONE, w, x).programs.layers[0]
     assert matmul_flops(programs.pull, w, programs.saved, x) == 2 * matmul_flops(layer, w, x)
 
 
@@ -227,7 +228,7 @@ def test_residuals_depend_on_the_microbatch_and_each_is_kept_once():
     layer, w, shape = of_model("untied gelu")
     x = jnp.asarray(np.random.default_rng(0).standard_normal(shape))
     B, T, D = shape
-    programs = Stage(layer, Remat.NONE, w, jax.ShapeDtypeStruct(shape, x.dtype)).layers[0]
+    programs = Stage(layer, Remat.NONE, w, jax.ShapeDtypeStruct(shape, x.dtype)).programs.layers[0]
     hidden = 2 * D  # width of the MLP
     # x; value, the projection of the mixed values; query and key after their rotation, and the
     # mixed values, of 4 heads; the hidden values; the heads' weights
@@ -247,7 +248,9 @@ def test_residuals_are_rounded_where_a_compiler_would_keep_more_bits(dtype, roun
         {"a": jnp.ones((WIDTH, WIDTH), dtype), "b": jnp.ones((WIDTH, WIDTH), dtype)},
         jnp.ones((8, WIDTH), dtype),
     )
-    programs = Stage(dense, Remat.NONE, w, jax.ShapeDtypeStruct(x.shape, x.dtype)).layers[0]
+    programs = Stage(dense, Remat.NONE, w, jax.ShapeDtypeStruct(x.shape, x.dtype)).programs.layers[
+        0
+    ]
     assert ("reduce_precision" in str(jax.make_jaxpr(programs.save)(w, x))) is rounds
 
 
@@ -331,7 +334,7 @@ def test_an_operation_that_gives_both_gradients_is_refused(name):
     layer, w, shape = synthetic(with_backward(backward))
     stage = Stage(layer, Remat.NONE, w, jax.ShapeDtypeStruct(shape, jnp.float64))
     with pytest.raises(ConfigError) as error:
-        _ = stage.layers[0].split
+        _ = stage.programs.layers[0].split
     assert str(error.value) == (
         f"the backward of a layer cannot be split: {name}, with results {results}, yields the "
         "gradients of the layer's input and of its weights together. Write it with jax.lax.scan, "

@@ -46,7 +46,7 @@ def test_no_function_is_longer_than_60_lines():
 
 
 # classes above MOST_LINES_OF_CLASS that are still to be divided
-LARGE = ("Model", "TickBody", "Stage", "TracedNetwork", "Pipeline", "_Transformer")
+LARGE = ("Pipeline",)
 
 
 def test_no_class_is_longer_than_200_lines():

@@ -238,7 +238,7 @@ def test_cudnns_kernels_run_once_forward_and_once_backward(remat):
     assert calls(lowered(backward, w, stash, x, platform="cuda")) == (again, 1)
     input_grad = lambda w, stash, g: stage.input_grad([w], None, stash, lambda _: (g, None))[:2]
     assert calls(lowered(input_grad, w, stash, x, platform="cuda")) == (again, 1)
-    pending = stage.pending_shapes([w])
+    pending = stage.programs.pending_shapes([w])
     assert calls(
         lowered(lambda w, p: stage.weight_grad([w], None, p), w, pending, platform="cuda")
     ) == (0, 0)

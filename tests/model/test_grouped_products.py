@@ -201,7 +201,7 @@ def test_a_stage_runs_each_product_once_and_weights_have_a_half_by_themselves(re
     assert kernels(backward, w, stash, x) == (3 + again, 3)
     input_grad = lambda w, stash, g: stage.input_grad([w], None, stash, lambda _: (g, None))[:2]
     assert kernels(input_grad, w, stash, x) == (3 + again, 0)
-    pending = stage.pending_shapes([w])
+    pending = stage.programs.pending_shapes([w])
     assert kernels(lambda w, p: stage.weight_grad([w], None, p), w, pending) == (0, 3)
 
 

@@ -136,9 +136,9 @@ def test_kept_bytes_grow_with_the_examples_as_counted(name, dtype):
         model = named(name, 16, dtype, remat)
         w = [jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, dtype), model.layer)]
         assert 16 * work.x_bytes == tree_bytes(model.x)
-        assert 16 * work.stash_bytes[remat] == tree_bytes(model.stage.stash_shapes(w))
+        assert 16 * work.stash_bytes[remat] == tree_bytes(model.stage.programs.stash_shapes(w))
         vectors = [a for a in jax.tree.leaves(w) if a.ndim == 1]  # their gradients may be handed on
-        handed = tree_bytes(model.stage.pending_shapes(w)) - 16 * work.pending_bytes[remat]
+        handed = tree_bytes(model.stage.programs.pending_shapes(w)) - 16 * work.pending_bytes[remat]
         assert 0 <= handed <= tree_bytes(vectors)
 
 

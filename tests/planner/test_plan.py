@@ -112,7 +112,7 @@ def test_each_rank_of_mpmd_holds_only_its_stages(remat):
         assert of_rank["temporaries"] > 0
     assert not found.is_compiled
     if remat == "none":  # 1F1B: rank r keeps 4-r, and its compiled program no more
-        stash = tree_bytes(pipe.model.stage.layers[0].saved)
+        stash = tree_bytes(pipe.model.stage.programs.layers[0].saved)
         kept = [of_rank["activations"] for of_rank in found.memory_bytes]
         assert kept == [stash * n for n in (4, 3, 2, 1)]
 

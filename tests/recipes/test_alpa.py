@@ -100,7 +100,8 @@ def test_layers_by_clustering_and_another_mesh_in_the_middle():
     state = stepped(second, stepped(first, None, next(batches)), next(batches))
     assert (
         furthest(
-            second.pipe.stack.options.network.from_parts(state["params"]), plain_steps(first, 2)
+            second.pipe.stack.options.network.parameters.from_parts(state["params"]),
+            plain_steps(first, 2),
         )
         < 1e-10
     )
@@ -129,7 +130,10 @@ def test_the_stages_that_the_planner_finds_train_the_same():
     job = assemble(replace(chosen, run=replace(chosen.run, dtype="float64")))
     state = stepped(job, None, next(job.data.batches()))
     assert (
-        furthest(job.pipe.stack.options.network.from_parts(state["params"]), plain_steps(job, 1))
+        furthest(
+            job.pipe.stack.options.network.parameters.from_parts(state["params"]),
+            plain_steps(job, 1),
+        )
         < 1e-10
     )
 

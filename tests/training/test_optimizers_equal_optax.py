@@ -175,7 +175,7 @@ def compared(name, model, executor, dtype=jnp.float64, **how):
     def authors(state):
         params = jax.device_get(pipe.to_natural(state)["params"])
         return (
-            pipe.stack.options.network.from_parts(params)
+            pipe.stack.options.network.parameters.from_parts(params)
             if model == "Network"
             else by_layer(params)
         )

@@ -78,7 +78,9 @@ def test_a_network_with_it_has_the_gradients_of_the_formula(how, monkeypatch):
         )
         return total / number
 
-    of_author = lambda tree: pipe.stack.options.network.from_parts(jax.tree.map(np.asarray, tree))
+    of_author = lambda tree: pipe.stack.options.network.parameters.from_parts(
+        jax.tree.map(np.asarray, tree)
+    )
     wanted, wanted_grads = jax.jit(jax.value_and_grad(mean_loss))(
         of_author(pipe.to_natural(state)["params"])
     )

@@ -26,8 +26,9 @@ from ppctl.executors.mpmd.rank_programs import (
     reduce_stage,
     without_shared,
 )
+from ppctl.executors.outer_layers import keep
 from ppctl.executors.parameter_layout import BATCH
-from ppctl.executors.stage.stage import LayerSlots
+from ppctl.executors.stage.slot_programs import LayerSlots
 from ppctl.model.random_keys import KEYS
 from ppctl.model.stack import log_sums_of_parts
 from ppctl.model.trainable_parameters import trained_part
@@ -83,7 +84,7 @@ class ProgramLibrary:
         if form == "state":
             return state["params" if name == "mean_grads" else name.removeprefix("next_")]
         if form == "shared":
-            return model.keep(state["params"]["embed_head"], model.shared)
+            return keep(state["params"]["embed_head"], model.outer.shared)
         specs = trained_part(state["params"], model.stack.options.trainable)
         if program.shape.shared != "gives":
             return specs
@@ -107,7 +108,7 @@ class ProgramLibrary:
         if role is None:
             # declared replicated once gathered, even if tp or another axis divides it
             specs = model.auto_specs["embed_head"] if self.auto else P()
-            trained = model.trained_embed_head
+            trained = model.outer.trained
         else:
             one = model.auto_specs["layers"] if self.auto else model.layer_specs
             if one is None:
@@ -187,13 +188,13 @@ def _microbatch_of(v: dict[str, Any], name: str) -> Tree:
 
 def _embedded(model: Model, v: dict[str, Any]) -> jax.Array:
     """Return the embedding of a microbatch, or its summand from a part of the vocabulary."""
-    return model.embed(v["embed_head"], _microbatch_of(v, "inputs"), v.get("part"))
+    return model.outer.embed(v["embed_head"], _microbatch_of(v, "inputs"), v.get("part"))
 
 
 def _with_embedding(model: Model, v: dict[str, Any], gx: jax.Array) -> Tree:
     """Return the sums of gradients with the embedding's gradient added."""
     inputs, total = _microbatch_of(v, "inputs"), v["acc_embed_head"]
-    return model.add_embedding(v["embed_head"], inputs, gx, total, v.get("part"))
+    return model.outer.add_embedding(v["embed_head"], inputs, gx, total, v.get("part"))
 
 
 def _with_head(
@@ -204,8 +205,8 @@ def _with_head(
     known = (v["all_log_sums"], v["logits"], v["part"]) if "part" in v else ()
     add = partial(jax.tree.map, lambda total, a: total + jnp.asarray(a, total.dtype), v["losses"])
     if "acc_embed_head" not in v:
-        return None, {"losses": add(model.head(*args, *known))}
-    gy, total, losses = model.add_head(*args, v["acc_embed_head"], *known)
+        return None, {"losses": add(model.outer.head(*args, *known))}
+    gy, total, losses = model.outer.add_head(*args, v["acc_embed_head"], *known)
     return gy, {"losses": add(losses), "acc_embed_head": total}
 
 

@@ -11,9 +11,10 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ppctl.executors.layer_placement import Placement
-from ppctl.executors.model_shapes import Model, is_none
+from ppctl.executors.model_shapes import Model
 from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, ProgramId, transfer_entry
 from ppctl.executors.mpmd.plan_tasks import Role
+from ppctl.executors.outer_layers import is_none, keep
 from ppctl.executors.parameter_layout import gather_shards, scatter_sums
 from ppctl.model.layer_inputs import LayerInputs
 from ppctl.model.random_keys import KEYS, SEED, example_keys
@@ -61,7 +62,9 @@ def rank_roles(model: Model, placement: Placement, roles: tuple[Role, ...]) -> t
         here[rank].append(role)
     adds, last, parts = placement.rank_of[0], placement.rank_of[-1], model.axes.vocab_parts
     gives = set(range(len(here)) if parts else [last]) - {adds}
-    shared = {adds: "adds"} | dict.fromkeys(gives, "gives") if any(model.shared) and gives else {}
+    shared: dict[int, str] = {}
+    if gives and any(model.outer.shared):
+        shared = {adds: "adds"} | dict.fromkeys(gives, "gives")
     number = placement.num_slots
     return tuple(
         RankRole(tuple(stages), number, shared.get(r), parts) for r, stages in enumerate(here)
@@ -176,8 +179,8 @@ def prepare_rank(
         "w": whole() if model.layer_specs is None else stages(layers),
         "acc": [zeros(model.trained_weights(each)) for each in jax.eval_shape(whole)],
         "embed_head": [embed_head],
-        "acc_embed_head": [zeros(model.trained_embed_head(embed_head))],
-        "losses": [jax.tree.map(lambda a: jnp.zeros((1, *a.shape), a.dtype), model.losses)],
+        "acc_embed_head": [zeros(model.outer.trained(embed_head))],
+        "losses": [jax.tree.map(lambda a: jnp.zeros((1, *a.shape), a.dtype), model.outer.losses)],
     }
     if KEYS in program.writes:
         device, devices = jax.lax.axis_index(DATA_AXES), jax.lax.axis_size(DATA_AXES)
@@ -217,14 +220,14 @@ def finish_rank(
     layers, losses = model.inputs.separate(layers)
     attached = (losses,) if losses else ()
     # 2. embedding and head, summed
-    embed_head = model.trained_embed_head(specs["embed_head"])  # None for leaves not on this rank
+    embed_head = model.outer.trained(specs["embed_head"])  # None for leaves not on this rank
     acc = dict(named).get("acc_embed_head")
     if acc is not None:
         embed_head = scatter_sums(drop_device_dim(acc), embed_head, axes)
     if here.shared is None:
         return {"embed_head": embed_head, "layers": layers}, *attached
     # 3. the leaves that ranks share
-    own, rest = model.keep(embed_head, model.shared), without_shared(model, embed_head)
+    own, rest = keep(embed_head, model.outer.shared), without_shared(model, embed_head)
     if here.shared == "gives":
         return {"embed_head": rest, "layers": layers}, own, *attached
     total = jax.tree.map(lambda a, *others: sum(others, a), own, *given)
@@ -234,7 +237,7 @@ def finish_rank(
 
 def without_shared(model: Model, embed_head: Tree) -> Tree:
     """Return embedding and head with None for the shared leaves."""
-    return model.keep(embed_head, tuple(not each for each in model.shared))
+    return keep(embed_head, tuple(not each for each in model.outer.shared))
 
 
 def with_shared(embed_head: Tree, shared: Tree) -> Tree:

@@ -12,7 +12,7 @@ from ppctl.executors.layer_placement import Placement
 from ppctl.executors.model_shapes import Model
 from ppctl.executors.parameter_layout import Layout, gather_shards, layer_specs
 from ppctl.executors.stage.layer_programs import zeros_like
-from ppctl.executors.stage.stage import LayerSlots
+from ppctl.executors.stage.slot_programs import LayerSlots
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.random_keys import KEYS
 from ppctl.model.stack import Stack, flat_batch
@@ -58,6 +58,7 @@ class Device:
     ):
         # 1. the arguments
         self.model, self.stack, self.ticks, self.x = model, model.stack, ticks, model.x
+        self.outer = model.outer
         self.table, placement, self.microbatches = table[0], layout.placement, batch
         self.num_chunks = placement.num_chunks
         self.stage = model.stage if KEYS in batch else model.evaluation_stage
@@ -139,7 +140,10 @@ class Device:
 
     def slots(self) -> dict[str, Tree]:
         """Return all slots, zeroed; stash or pending is None if the ticks have no slots for it."""
-        shapes = {"stash": self.stage.stash_shapes, "pending": self.stage.pending_shapes}
+        shapes = {
+            "stash": self.stage.programs.stash_shapes,
+            "pending": self.stage.programs.pending_shapes,
+        }
         found: dict[str, Tree] = {}
         for name, number in self.ticks.num_slots.items():
             if name in shapes:
@@ -150,7 +154,7 @@ class Device:
 
     def zero_sums(self) -> tuple[Tree, Tree]:
         """Return zero (`ends`, layer gradients); without backwards all gradients are None."""
-        losses, model = zeros_like(self.model.losses), self.model
+        losses, model = zeros_like(self.outer.losses), self.model
         if not self.ticks.has_backward:
             return (*losses, None), None
         sums = lambda *dims: lambda a: jnp.zeros((*dims, *a.shape), model.master)  # noqa: E731
@@ -161,7 +165,7 @@ class Device:
             else jax.tree.map(sums(len(jax.tree.leaves(chunk)[0])), layer)
             for chunk in self.chunks
         ]
-        embed_head = model.trained_embed_head(model.embed_head)
+        embed_head = model.outer.trained(model.embed_head)
         return (*losses, jax.tree.map(sums(), embed_head)), layers
 
     def results(
@@ -203,19 +207,26 @@ class Device:
 
     def embed(self, m: Any) -> jax.Array:
         """Return the embedding of microbatch m."""
-        return self.model.embed(self.embed_head, self.microbatch("inputs", m))
+        return self.outer.embed(self.embed_head, self.microbatch("inputs", m))
 
     def add_head(self, y: jax.Array, m: Any, ends: Tree) -> tuple[jax.Array, Tree]:
         """Return (gradient of y, or y without backwards; `ends` with microbatch m added)."""
         args = self.embed_head, y, self.microbatch("targets", m)
         if not self.ticks.has_backward:
-            return y, (*jax.tree.map(jnp.add, ends[:2], self.model.head(*args)), None)
-        gy, total, losses = self.model.add_head(*args, ends[2])
+            return y, (*jax.tree.map(jnp.add, ends[:2], self.outer.head(*args)), None)
+        gy, total, losses = self.outer.add_head(*args, ends[2])
         return gy, (*jax.tree.map(jnp.add, ends[:2], losses), total)
 
-    def add_embedding(self, gx: jax.Array, m: Any, total: Tree) -> Tree:
-        """Return `total` with the gradient of microbatch m's embedding added."""
-        return self.model.add_embedding(self.embed_head, self.microbatch("inputs", m), gx, total)
+    def add_embedding(
+        self, active: jax.Array, gx: Callable[[], jax.Array], m: jax.Array, ends: Tree
+    ) -> Tree:
+        """Return `ends`, with microbatch m's gradient of the embedding added if active."""
+
+        def run(total: Tree) -> tuple[None, Tree]:
+            inputs = self.microbatch("inputs", m)
+            return None, self.outer.add_embedding(self.embed_head, inputs, gx(), total)
+
+        return (*ends[:2], self.run_if(active, run, lambda: None, ends[2])[1])
 
 
 def _layer_slots(

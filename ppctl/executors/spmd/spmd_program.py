@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ppctl.executors.model_shapes import Model, shard_bytes, shard_shapes, tree_bytes
+from ppctl.executors.outer_layers import computed
 from ppctl.executors.parameter_layout import BATCH, Layout, scatter_sums
 from ppctl.executors.spmd.device_program import Device
 from ppctl.executors.spmd.tick_programs import TickBody
@@ -131,16 +132,16 @@ def spmd_sizes(model: Model, layout: Layout, staged: Tree, *, splits: bool) -> R
     trained, trained_layer = (trained_part(model.held[p], model.stack.trains(p)) for p in parts)
     by_layer = model.layer_specs is not None
     at_once = min(2, num_layers) if by_layer else held
-    computed = tree_bytes(model.computed((embed_head, *[layer] * at_once)))
+    weights = tree_bytes(computed((embed_head, *[layer] * at_once), model.dtype))
     if by_layer:
-        computed += tree_bytes(model.computed(shard_shapes(staged["params"]["layers"])))
+        weights += tree_bytes(computed(shard_shapes(staged["params"]["layers"]), model.dtype))
     # 2. slots: whole arrays if XLA divides the stage, else one device's
     stage, w = model.stage, [model.computed_layer] * num_layers
-    stash = model.traced(lambda: tree_bytes(stage.stash_shapes(w)))
-    pending = model.traced(lambda: tree_bytes(stage.pending_shapes(w))) if splits else 0
+    stash = model.traced(lambda: tree_bytes(stage.programs.stash_shapes(w)))
+    pending = model.traced(lambda: tree_bytes(stage.programs.pending_shapes(w))) if splits else 0
     return replace(
         state_sizes(model, staged),
-        weights=computed,
+        weights=weights,
         gradients=tree_bytes((trained, *[trained_layer] * held)),
         stash=stash,
         pending=pending,

@@ -55,6 +55,61 @@ class Chain:
         return value if self._never is None else jnp.where(self._never, 0, value)
 
 
+class VocabularyPasses:
+    """The passes of a tick in which every rank computes its part of a divided vocabulary.
+
+    kinds: number of each stage task's kind in the table. act: name of the slots of activations.
+    """
+
+    def __init__(self, device: Device, kinds: dict[Kind, int], is_fb: bool, act: str):
+        self.device, self.kinds, self.is_fb, self.act = device, kinds, is_fb, act
+
+    def _is_at(self, at: dict[str, At], kinds: str, place: str) -> jax.Array:
+        """Return whether this tick runs a task of these kinds for the "first" or "last" stage."""
+        runs = (
+            (at[kind]["kind"] == number) & (at[kind][place] > 0)
+            for kind, number in self.kinds.items()
+            if kind in kinds
+        )
+        return reduce(or_, runs)
+
+    def embed(self, at: dict[str, At], carry: Tree) -> Tree:
+        """Return the carry after E, which writes the input of this tick's first-stage forward."""
+        device, m, slot = self.device, at["F"]["embedded"], at["F"]["act"]
+        run = lambda: jax.lax.psum(device.embed(m - 1), "pp")  # noqa: E731
+        with jax.named_scope(SCOPES["E"]):
+            x = jax.lax.cond(m > 0, run, lambda: zeros_like(device.x))
+            arrival = slot, x, self._is_at(at, "F", "first")
+            return carry | {self.act: write_arrival(carry[self.act], *arrival)}
+
+    def head(self, at: dict[str, At], outs: Tree, carry: Tree, chain: Chain) -> tuple[Tree, Tree]:
+        """Return (outputs, carry) after S and T in one pass: two would wait for all ranks twice."""
+        device, y, m = self.device, outs[self.act], at["F"]["head"]
+        trains, is_last = device.ticks.has_backward, self._is_at(at, "F", "last")
+
+        def run(ends: Tree) -> tuple[jax.Array, Tree]:
+            gy, ends = device.add_head(jax.lax.psum(jnp.where(is_last, y, 0), "pp"), m - 1, ends)
+            return jax.lax.psum(gy, "pp") if trains else y, ends
+
+        with jax.named_scope(SCOPES["T"]):
+            gy, ends = device.run_if(chain.flag(m > 0), run, lambda: y, carry["ends"])
+            carry = carry | {"ends": ends}
+            chain.add(ends)
+            if not self.is_fb:  # the last stage's rank sends gy to itself
+                outs = {"value": jnp.where(is_last, gy, y)}
+            elif trains:
+                carry["grad"] = write_arrival(carry["grad"], at["F"]["grad"], gy, is_last)
+        return outs, carry
+
+    def embedding_grad(self, at: dict[str, At], gx: jax.Array, carry: Tree, chain: Chain) -> Tree:
+        m, is_first = at["F"]["embedding_grad"], self._is_at(at, "BI", "first")
+        whole = lambda: jax.lax.psum(jnp.where(is_first, gx, 0), "pp")  # noqa: E731
+        with jax.named_scope(SCOPES["G"]):
+            ends = self.device.add_embedding(chain.flag(m > 0), whole, m - 1, carry["ends"])
+            chain.add(ends[2])
+            return carry | {"ends": ends}
+
+
 class TickBody:
     """The body of the scan. Tasks are functions (tick's columns, output, carry) -> (output, carry).
 
@@ -81,6 +136,7 @@ class TickBody:
             of_task, number = task_columns(ticks.program, kind), 1 if self.is_fb else place
             if number in occurring(of_task["kind"]):
                 self.columns[kind], self.kinds[kind] = columns | of_task, number
+        self.passes = VocabularyPasses(device, self.kinds, self.is_fb, self.act)
         hops = FB_HOPS if self.is_fb else HOPS
         arrives = lambda hop: 1 in occurring(columns[f"{hop}_arrives"])  # noqa: E731
         self.hops = {hop: step for hop, step in hops.items() if arrives(hop)}
@@ -111,7 +167,7 @@ class TickBody:
         outs: dict[str, Any] = dict.fromkeys((self.act, self.grad), zero)
         chain = Chain(device.model.communicates and device.model.platform == "cpu")
         if self.has_parts:
-            carry = self._embed_part(at, carry)
+            carry = self.passes.embed(at, carry)
             chain.add(carry[self.act])
         for kind, number in self.kinds.items():
             slots = self.act if kind == "F" else self.grad
@@ -121,11 +177,11 @@ class TickBody:
                 outs[slots], carry = device.run_if(is_run, run, lambda out=out: out, carry)
                 chain.add(carry["layers"] if kind == "W" else outs[slots])
             if self.has_parts and self.is_fb and kind == "F":
-                outs, carry = self._head_part(at, outs, carry, chain)
+                outs, carry = self.passes.head(at, outs, carry, chain)
         if self.has_parts and not self.is_fb:
-            outs, carry = self._head_part(at, outs, carry, chain)
+            outs, carry = self.passes.head(at, outs, carry, chain)
         if self.has_parts and device.ticks.has_backward:
-            carry = self._embedding_grad_part(at, outs[self.grad], carry, chain)
+            carry = self.passes.embedding_grad(at, outs[self.grad], carry, chain)
         # 2. transfers: a value may arrive in a slot that a task of this tick has just freed
         carry, flags = dict(carry), at[next(iter(at))]
         for hop, step in self.hops.items():
@@ -134,57 +190,6 @@ class TickBody:
             arrival = flags[f"{hop}_slot"], value, flags[f"{hop}_arrives"]
             carry[slots] = write_arrival(carry[slots], *arrival)
         return carry, None
-
-    # passes of the parts of a divided vocabulary
-
-    def _is_at(self, at: dict[str, At], kinds: str, place: str) -> jax.Array:
-        """Return whether this tick runs a task of these kinds for the "first" or "last" stage."""
-        runs = (
-            (at[kind]["kind"] == number) & (at[kind][place] > 0)
-            for kind, number in self.kinds.items()
-            if kind in kinds
-        )
-        return reduce(or_, runs)
-
-    def _embed_part(self, at: dict[str, At], carry: Tree) -> Tree:
-        """Return the carry after E, which writes the input of this tick's first-stage forward."""
-        device, m, slot = self.device, at["F"]["embedded"], at["F"]["act"]
-        run = lambda: jax.lax.psum(device.embed(m - 1), "pp")  # noqa: E731
-        with jax.named_scope(SCOPES["E"]):
-            x = jax.lax.cond(m > 0, run, lambda: zeros_like(device.x))
-            arrival = slot, x, self._is_at(at, "F", "first")
-            return carry | {self.act: write_arrival(carry[self.act], *arrival)}
-
-    def _head_part(
-        self, at: dict[str, At], outs: Tree, carry: Tree, chain: Chain
-    ) -> tuple[Tree, Tree]:
-        """Return (outputs, carry) after S and T in one pass: two would wait for all ranks twice."""
-        device, y, m = self.device, outs[self.act], at["F"]["head"]
-        trains, is_last = device.ticks.has_backward, self._is_at(at, "F", "last")
-
-        def run(ends: Tree) -> tuple[jax.Array, Tree]:
-            gy, ends = device.add_head(jax.lax.psum(jnp.where(is_last, y, 0), "pp"), m - 1, ends)
-            return jax.lax.psum(gy, "pp") if trains else y, ends
-
-        with jax.named_scope(SCOPES["T"]):
-            gy, ends = device.run_if(chain.flag(m > 0), run, lambda: y, carry["ends"])
-            carry = carry | {"ends": ends}
-            chain.add(ends)
-            if not self.is_fb:  # the last stage's rank sends gy to itself
-                outs = {"value": jnp.where(is_last, gy, y)}
-            elif trains:
-                carry["grad"] = write_arrival(carry["grad"], at["F"]["grad"], gy, is_last)
-        return outs, carry
-
-    def _embedding_grad_part(
-        self, at: dict[str, At], gx: jax.Array, carry: Tree, chain: Chain
-    ) -> Tree:
-        m, is_first = at["F"]["embedding_grad"], self._is_at(at, "BI", "first")
-        whole = lambda: jax.lax.psum(jnp.where(is_first, gx, 0), "pp")  # noqa: E731
-        with jax.named_scope(SCOPES["G"]):
-            ends = self._add_embedding(chain.flag(m > 0), whole, m - 1, carry["ends"])
-            chain.add(ends[2])
-            return carry | {"ends": ends}
 
     # embedding and head on the first and the last stage
 
@@ -204,13 +209,6 @@ class TickBody:
         return (
             run(ends) if otherwise is None else self.device.run_if(at["last"], run, otherwise, ends)
         )
-
-    def _add_embedding(
-        self, active: jax.Array, gx: Callable[[], jax.Array], m: jax.Array, ends: Tree
-    ) -> Tree:
-        """Return `ends`, with microbatch m's gradient of the embedding added if active."""
-        run = lambda total: (None, self.device.add_embedding(gx(), m, total))  # noqa: E731
-        return (*ends[:2], self.device.run_if(active, run, lambda: None, ends[2])[1])
 
     # tasks
 
@@ -288,7 +286,7 @@ class TickBody:
         held = carry[name], carry["ends"]
         gx, (value, ends) = device.add_on_chunk(at["chunk"], of_chunk, zeros_like(device.x), held)
         if not self.has_parts:
-            ends = self._add_embedding(at["first"], lambda: gx, at["microbatch"], ends)
+            ends = device.add_embedding(at["first"], lambda: gx, at["microbatch"], ends)
         return gx, carry | {name: value, "ends": ends}
 
 

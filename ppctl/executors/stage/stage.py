@@ -14,8 +14,6 @@ the stash is then free. Later `weight_grad` uses the `pending` values and recomp
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import jax
@@ -24,14 +22,13 @@ import jax.numpy as jnp
 from ppctl.executors.stage.layer_gather import Gather, fold_gathered
 from ppctl.executors.stage.layer_programs import (
     Backward,
-    FlatPacking,
     Layer,
     LayerPrograms,
-    LayerSwitch,
     add_trees,
     grads_of,
     zeros_like,
 )
+from ppctl.executors.stage.slot_programs import LayerSlots, SlotPrograms, where_layer
 from ppctl.model.trainable_parameters import trained_part
 from ppctl.schedule.remat import Remat
 
@@ -56,40 +53,12 @@ def numbered(w: Any, *others: Any) -> Any:
     return (jnp.arange(jax.tree.leaves(w)[0].shape[0]), w, *others)
 
 
-@dataclass(frozen=True)
-class LayerSlots:
-    """The layer in each parameter slot of a stage; needed if slots are padded or layers differ."""
+def in_turn(w: Any, held: Any) -> tuple[Any, ...]:
+    """Return `held` as an argument tuple of `Stage._fold`, which gives each layer its entry.
 
-    count: jax.Array | None = None  # number of layers; later slots are padding; None: no padding
-    numbers: range | jax.Array | None = None  # layer number of each slot; None: layers are alike
-    among: tuple[tuple[int, ...], ...] = ()  # layers that each slot may hold, if numbers are traced
-    is_one_of: bool = False  # whether chunks share stash slots, so that all stashes are packed
-    least: int = 0  # first slots, which hold a layer on every rank
-
-    def may_pad(self, k: Any) -> bool:
-        """Return whether slot k is padding on some rank; True if k is traced and unknown."""
-        return self.count is not None and not (isinstance(k, int) and k < self.least)
-
-    def at(self, k: Any) -> tuple[Any, tuple[int, ...]]:
-        """Return (the layer in slot k, the layers that it may be if it is traced)."""
-        assert self.numbers is not None, "layers differ"
-        if isinstance(k, int):
-            return self.numbers[k], self.may_be(k)
-        return jnp.asarray(self.numbers)[k], self.may_be(None)
-
-    def may_be(self, k: int | None) -> tuple[int, ...]:
-        """Return the layers that slot k may hold; None: any slot."""
-        among = self.among or tuple((number,) for number in self.numbers or ())
-        return tuple(sorted(set().union(*among))) if k is None else among[k]
-
-
-def where_layer(
-    slots: LayerSlots | None, k: Any, run: Callable, otherwise: Callable, *args: Any
-) -> Any:
-    """Return run(*args) if slot k holds a layer, else otherwise(*args)."""
-    if slots is None or not slots.may_pad(k):
-        return run(*args)
-    return jax.lax.cond(k < slots.count, run, otherwise, *args)
+    (): layers are scanned, or held is None.
+    """
+    return (held,) if held is not None and isinstance(w, list) else ()
 
 
 class Stage:
@@ -116,25 +85,9 @@ class Stage:
         trainable: Tree = True,
         in_order: bool = False,
     ):
-        functions = (layers,) if callable(layers) else layers
-        self.remat, self.w0, self.x, self.gather = remat, w0, x, gather
-        self.are_alike, self.trainable = callable(layers), trainable
+        self.remat, self.w0, self.gather, self.trainable = remat, w0, gather, trainable
+        self.programs = SlotPrograms(layers, remat, w0, x, trainable)
         self.in_order = in_order and remat.keeps_layer_inputs
-        programs = {id(each): LayerPrograms(each, remat, w0, x, trainable) for each in functions}
-        self.layers = [programs[id(function)] for function in functions]
-        # one packing for the "saved" or "pending" arrays of any layer
-        packed = lambda what: FlatPacking([getattr(layer, what) for layer in self.layers])  # noqa: E731
-        self.packing = cache(packed)
-
-    def layer(self, slots: LayerSlots | None, k: Any) -> LayerPrograms | LayerSwitch:
-        """Return the programs of slot k."""
-        if self.are_alike:
-            return self.layers[0]
-        assert slots is not None, "layers differ"
-        number, among = slots.at(k)
-        if self._are_one(among) and not slots.is_one_of:
-            return self.layers[among[0]]
-        return LayerSwitch(self.layers, number, among, self.packing)
 
     def _fold(
         self,
@@ -158,39 +111,6 @@ class Stage:
         """Whether the stash is the stage's input, which stays in the slot where it arrived."""
         return self.remat.keeps_input_only
 
-    def stash_shapes(self, w: Any, slots: LayerSlots | None = None) -> Tree:
-        """Return the shapes of a microbatch's stash; slots=None: large enough for any layers."""
-        if not self.remat.recomputes:
-            return self._of_layers(w, slots, "saved")
-        return self._of_layers(w, slots, "x") if self.remat.keeps_layer_inputs else self.x
-
-    def pending_shapes(self, w: Any, slots: LayerSlots | None = None) -> Any:
-        """Return the shapes of the values from `input_grad` to `weight_grad`."""
-        return self._of_layers(w, slots, "pending")
-
-    def _of_layers(self, w: Any, slots: LayerSlots | None, what: str) -> Any:
-        """Return each layer's shapes of `what` ("saved", "pending" or "x"), a list or stacked."""
-        if isinstance(w, list):
-            return [self._of_layer(slots, k, what) for k in range(len(w))]
-        count = len(jax.tree.leaves(w)[0])
-        stacked = lambda a: jax.ShapeDtypeStruct((count, *a.shape), a.dtype)  # noqa: E731
-        return jax.tree.map(stacked, self._of_layer(slots, None, what))
-
-    def _of_layer(self, slots: LayerSlots | None, k: int | None, what: str) -> Any:
-        """Return the shapes of `what` for the layer in slot k; k=None: for any layer."""
-        if what == "x":
-            return self.x
-        if self.are_alike:
-            return getattr(self.layers[0], what)
-        among = range(len(self.layers)) if slots is None or slots.is_one_of else slots.may_be(k)
-        if self._are_one(among):
-            return getattr(self.layers[among[0]], what)
-        return self.packing(what).shapes
-
-    def _are_one(self, among: Sequence[int]) -> bool:
-        """Return whether these layers have the same programs."""
-        return all(self.layers[l] is self.layers[among[0]] for l in among)
-
     def _no_grads(self, w: Tree) -> Tree:
         """Return zeros shaped like a layer's gradients."""
         return zeros_like(trained_part(w, self.trainable))
@@ -202,7 +122,7 @@ class Stage:
 
         def body(x: jax.Array, item: tuple) -> tuple[jax.Array, jax.Array | None]:
             k, layer_w = item
-            y = where_layer(slots, k, self.layer(slots, k).run, lambda w, x: x, layer_w, x)
+            y = where_layer(slots, k, self.programs.at(slots, k).run, lambda w, x: x, layer_w, x)
             return y, x if self.remat.keeps_layer_inputs else None
 
         y, inputs, _ = self._fold(body, x, w)
@@ -247,7 +167,7 @@ class Stage:
         # 2. the layers from the last to the first
         def body(gy: jax.Array, item: tuple) -> tuple[jax.Array, Any]:
             k, layer_w, layer_read, *layer_kept = item
-            layer = self.layer(slots, k)
+            layer = self.programs.at(slots, k)
 
             def run(w: Tree, read: Any, gy: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
                 saved = layer.save(w, read)[1] if self.remat.keeps_layer_inputs else read
@@ -258,9 +178,9 @@ class Stage:
             gx, pending = where_layer(slots, k, run, skip, layer_w, layer_read, gy)
             return barrier((gx, keep(layer_kept[0], pending) if layer_kept else pending))
 
-        in_turn = self._in_turn(w, kept)
-        gx, pending, _ = self._fold(body, gy, w, read, *in_turn, reverse=True, first=last)
-        return gx, pending if kept is None or in_turn else keep(kept, pending), aux
+        turns = in_turn(w, kept)
+        gx, pending, _ = self._fold(body, gy, w, read, *turns, reverse=True, first=last)
+        return gx, pending if kept is None or turns else keep(kept, pending), aux
 
     def weight_grad(self, w: Any, slots: LayerSlots | None, pending: Any, sums: Any = None) -> Any:
         """Return the gradients of w, from `pending`; sums: as in `backward`."""
@@ -270,9 +190,11 @@ class Stage:
             skip = lambda w, pending: (None, self._no_grads(w))  # noqa: E731
             return self._added(slots, k, "weight_grad", skip, (layer_w, layer_pending), *total)
 
-        others = pending, *self._in_turn(w, sums)
-        numbers = (0,) if self.are_alike or slots is None else slots.may_be(None)
-        if self.gather is None or any(self.layers[number].split.reads_w for number in numbers):
+        others = pending, *in_turn(w, sums)
+        numbers = (0,) if self.programs.are_alike or slots is None else slots.may_be(None)
+        if self.gather is None or any(
+            self.programs.layers[number].split.reads_w for number in numbers
+        ):
             dw = self._fold(body, None, w, *others)[1]
         else:
             unread = lambda carry, item: body(carry, (item[0], zeros_like(self.w0), *item[2:]))  # noqa: E731
@@ -284,7 +206,7 @@ class Stage:
 
         def body(x: jax.Array, item: tuple) -> tuple[jax.Array, list]:
             k, layer_w = item
-            layer = self.layer(slots, k)
+            layer = self.programs.at(slots, k)
             skip = lambda w, x: (x, zeros_like(layer.saved))  # noqa: E731
             return where_layer(slots, k, layer.save, skip, layer_w, x)
 
@@ -309,7 +231,7 @@ class Stage:
             layer_kept, gy = barrier((layer_kept, gy))
             return barrier(self._added(slots, k, how, skip, (layer_w, layer_kept, gy), *total))
 
-        gx, dw, _ = self._fold(body, gy, w, kept, *self._in_turn(w, sums), reverse=True, first=last)
+        gx, dw, _ = self._fold(body, gy, w, kept, *in_turn(w, sums), reverse=True, first=last)
         return gx, self._all_added(w, sums, dw)
 
     def _barrier(self, w: Any) -> Callable[[Any], Any]:
@@ -327,20 +249,13 @@ class Stage:
         total: Tree = None,
     ) -> tuple[Any, Tree]:
         """Return (gx, dw) of the layer in slot k, or with `total` (gx, total with dw added)."""
-        layer = self.layer(slots, k)
+        layer = self.programs.at(slots, k)
         can_pad = slots is not None and slots.may_pad(k)
         if total is not None and isinstance(layer, LayerPrograms) and not can_pad:
             return layer.add_grads(how, args, total)
         gx, dw = where_layer(slots, k, grads_of(layer, how), skip, *args)
         return gx, dw if total is None else add_trees(total, dw)
 
-    def _in_turn(self, w: Any, held: Any) -> tuple[Any, ...]:
-        """Return `held` as an argument tuple of `_fold`, which gives each unrolled layer its entry.
-
-        (): layers are scanned, or held is None.
-        """
-        return (held,) if held is not None and isinstance(w, list) else ()
-
     def _all_added(self, w: Any, sums: Any, dw: Any) -> Any:
         """Return dw with `sums` added, unless unrolled layers have already added their entries."""
-        return dw if sums is None or self._in_turn(w, sums) else add_trees(sums, dw)
+        return dw if sums is None or in_turn(w, sums) else add_trees(sums, dw)

@@ -1,13 +1,10 @@
 """A network, any function of a batch, as a stack: its operations in order, cut into layers.
 
-x is one vector per example. A layer's parameters are a row [1, n] "kernel" and a vector [n] "bias",
-whose dims mark matrices for optimizers. A mark is a call of stage_boundary. Leaves are a
-trace's arguments besides the batch: parameters, then a scalar for each attached loss, then keys.
+x is one vector per example. A mark is a call of stage_boundary. Leaves are a trace's arguments
+besides the batch: parameters, then a scalar for each attached loss, then keys.
 docs/executors-internals.md: "A network as a stack".
 """
 
-import hashlib
-import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,6 +17,7 @@ import jax.numpy as jnp
 
 from ppctl.errors import ConfigError, setting
 from ppctl.executors.stage.layer_programs import pack_flat, unpack_flat
+from ppctl.executors.stage.network_parameters import NetworkLeaves, NetworkParameters
 from ppctl.executors.stage.traced_operations import (
     Contents,
     NetworkCuts,
@@ -32,14 +30,11 @@ from ppctl.model.layer_inputs import attached_in, outside_of_layers, place_of_lo
 from ppctl.model.network import Network
 from ppctl.model.random_keys import SIZE as KEY_SIZE
 from ppctl.model.random_keys import names_key, wrapped
-from ppctl.model.stack import NO_DECAY, Stack, StackOptions, num_examples
-from ppctl.model.trainable_parameters import checked_flags
+from ppctl.model.stack import Stack, StackOptions, num_examples
 
 Tree = Any
 Shape = jax.ShapeDtypeStruct
 NUM_EXAMPLES = (2, 3)  # batch sizes to trace: crossing values must grow with them
-FROZEN = "frozen_"  # prefix of groups of frozen parameters
-MULTIPLE = 64  # divisor of the length of a layer's parameters, so that they can be sharded
 
 
 class TracedNetwork:
@@ -63,25 +58,10 @@ class TracedNetwork:
     ):
         self.network, self.auto, self.has_key = network, auto, names_key(network.apply)
         self.inputs, self.dtype, self.compute = inputs, jnp.dtype(dtype), jnp.dtype(compute)
-        # 1. parameters
-        params = jax.eval_shape(network.init, jax.eval_shape(lambda: jax.random.key(0)))
-        self.treedef = jax.tree.structure(params)
-        paths = jax.tree_util.tree_leaves_with_path(params)
-        self.names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
-        self.shapes = [leaf.shape for _, leaf in paths]
-        twice = next((name for name in self.names if self.names.count(name) > 1), None)
-        if twice is not None:  # to_parts joins the keys of a path to one name
-            raise ConfigError(f"init makes two parameters with the path {twice}. Rename one.")
-        for name, (_, leaf) in zip(self.names, paths, strict=True):
-            if not jnp.issubdtype(leaf.dtype, jnp.floating):
-                raise ConfigError(
-                    f"init makes {name} of {leaf.dtype}, but parameters must be floating. "
-                    "Use dtype."
-                )
-        self.is_trained = checked_flags(params, network.trainable)
-        # 2. losses that layers attach, and the cuts of the trace
-        leaves = [Shape(shape, self.compute) for shape in self.shapes]
-        params = jax.tree.unflatten(self.treedef, leaves)
+        self.leaves = NetworkLeaves.of(network)
+        # 1. losses that layers attach, and the cuts of the trace
+        leaves = [Shape(shape, self.compute) for shape in self.leaves.shapes]
+        params = jax.tree.unflatten(self.leaves.treedef, leaves)
         examples = self._examples(NUM_EXAMPLES[0])
         apply = partial(network.apply, key=None) if self.has_key else network.apply
         # names of losses; after the parameters a trace has one leaf for each, in this order
@@ -89,11 +69,15 @@ class TracedNetwork:
         self.traces: dict[tuple[int, bool], Trace] = {}
         trace = self.trace = self.at(NUM_EXAMPLES[0])
         self.num_layers = len(trace.marks) + 1 if num_layers is None else num_layers
-        self.bounds = NetworkCuts(trace, self.num_layers, len(self.shapes), self.auto).bounds()
-        self.places = self._places(trace, self.bounds)
-        self.widths = [self._checked(place) for place in self.bounds]
+        self.bounds = NetworkCuts(
+            trace, self.num_layers, len(self.leaves.shapes), self.auto
+        ).bounds()
+        places = places_of(trace, self.bounds, self.leaves.names)
+        self.parameters = NetworkParameters(self.leaves, places, self.num_layers, self.dtype)
+        traces = [self.at(number) for number in NUM_EXAMPLES]
+        self.widths = [width_of(traces, place, l) for l, place in enumerate(self.bounds)]
         self.keyed_bounds = self._bounds_with_key() if self.has_key else self.bounds
-        # 3. a check that no loss is attached outside of layers
+        # 2. a check that no loss is attached outside of layers
         ends = (0, self.bounds[0]), (self.bounds[-1], trace.num_ops)
         for where, ops in zip(("embedding", "head"), ends, strict=True):
             for name in self._attached(*ops).values():
@@ -104,7 +88,7 @@ class TracedNetwork:
     def at(self, num_examples: int, with_key: bool = False) -> Trace:
         """Return the network traced for this number of examples."""
         if (num_examples, with_key) not in self.traces:
-            leaves = [Shape(shape, self.compute) for shape in self.shapes]
+            leaves = [Shape(shape, self.compute) for shape in self.leaves.shapes]
             leaves += [Shape((), self.dtype) for _ in self.losses]
             leaves += [Shape((num_examples, KEY_SIZE), jnp.uint32)] * with_key
             trace = Trace(self._apply, leaves, self._examples(num_examples))
@@ -124,22 +108,27 @@ class TracedNetwork:
         return jax.tree.map(lambda a: Shape((number, *a.shape[1:]), dtype(a)), self.inputs)
 
     def _apply(self, leaves: list, inputs: Tree) -> Tree:
-        params, places = leaves[: len(self.shapes)], leaves[len(self.shapes) : self._key_leaf]
+        params, places = (
+            leaves[: len(self.leaves.shapes)],
+            leaves[len(self.leaves.shapes) : self._key_leaf],
+        )
         given: dict[str, Any] = {"key": None} if self.has_key else {}
         if len(leaves) > self._key_leaf:
             given = {"key": wrapped(leaves[self._key_leaf])}
         with placing(dict(zip(self.losses, places, strict=True)).__getitem__):
-            return self.network.apply(jax.tree.unflatten(self.treedef, params), inputs, **given)
+            return self.network.apply(
+                jax.tree.unflatten(self.leaves.treedef, params), inputs, **given
+            )
 
     @property
     def _key_leaf(self) -> int:
         """Index of the keys among the leaves of a trace with keys."""
-        return len(self.shapes) + len(self.losses)
+        return len(self.leaves.shapes) + len(self.losses)
 
     def _attached(self, start: int, stop: int, with_key: bool = False) -> dict[int, str]:
         """Return {leaf index: name} of losses that operations `start`, ..., `stop` - 1 attach."""
         users, trace = range(start, stop), self.at(NUM_EXAMPLES[0], with_key)
-        named = enumerate(self.losses, len(self.shapes))
+        named = enumerate(self.losses, len(self.leaves.shapes))
         return {i: name for i, name in named if any(op in users for op in trace.users(i))}
 
     def _bounds_with_key(self) -> tuple[int, ...]:
@@ -151,9 +140,10 @@ class TracedNetwork:
                 f"marks, and use {setting('model.layers', 'marks', 'layers=None')}."
             )
         trace, plain = self.at(NUM_EXAMPLES[0], True), self.trace
-        bounds = NetworkCuts(trace, self.num_layers, len(self.shapes), self.auto).bounds()
+        bounds = NetworkCuts(trace, self.num_layers, len(self.leaves.shapes), self.auto).bounds()
         crossing = [[t.crossing(p) for p in b] for t, b in ((trace, bounds), (plain, self.bounds))]
-        if self._places(trace, bounds) != self.places or crossing[0] != crossing[1]:
+        places = places_of(trace, bounds, self.leaves.names)
+        if places != self.parameters.places or crossing[0] != crossing[1]:
             raise ConfigError(
                 "apply has other layers with a key than with key=None (evaluations). "
                 "Let both do the same, apart from random draws."
@@ -166,64 +156,22 @@ class TracedNetwork:
             )
         return bounds
 
-    def _places(self, trace: Trace, bounds: Sequence[int]) -> list[int | None]:
-        """Return for each leaf the layer that uses it in the trace; None: embedding or head."""
-        places: list[int | None] = []
-        for i, name in enumerate(self.names):
-            # an unused parameter is stored in layer 0
-            users = {self._layer(user, bounds) for user in trace.users(i)} or {0}
-            if len(users) > 1:
-                name_of = lambda l: "embedding/head" if l is None else f"layer {l}"  # noqa: E731
-                which = ", ".join(map(name_of, sorted(users, key=str)))
-                raise ConfigError(
-                    f"parameter {name} is used by {which}, but a parameter lives in one layer. "
-                    "Give each layer a separate array, or move the boundaries."
-                )
-            places.append(users.pop())
-        return places
-
-    def _layer(self, op: int, bounds: Sequence[int]) -> int | None:
-        l = bisect_right(bounds, op) - 1
-        return l if 0 <= l < self.num_layers else None
-
-    def _checked(self, place: int) -> int:
-        """Return the number of scalars per example that cross the cut before operation `place`.
-
-        Raises ConfigError if none crosses, or one is an integer or does not grow with the batch.
-        """
-        few, many = (self.at(num_examples).crossing(place) for num_examples in NUM_EXAMPLES)
-        l = self.bounds.index(place)
-        if integers := integers_crossing(self.trace, place):
-            raise no_floats(integers, l)
-        if not few:
-            raise ConfigError(
-                f"no value that depends on the inputs is used after layer {l - 1}. Use fewer "
-                "layers."
-            )
-        for a, b in zip(few, many, strict=True):
-            if a.size * NUM_EXAMPLES[1] != b.size * NUM_EXAMPLES[0]:
-                raise ConfigError(
-                    f"{a.dtype}{list(a.shape)} of {NUM_EXAMPLES[0]} examples crosses the boundary "
-                    f"before layer {l} and does not grow with the batch ({b.dtype}{list(b.shape)} "
-                    f"of {NUM_EXAMPLES[1]}), so microbatches would differ from the whole batch. "
-                    "Compute each example by itself, or move the boundary."
-                )
-        return sum(a.size for a in few) // NUM_EXAMPLES[0]
-
     @property
     def contents(self) -> tuple[Contents, ...]:
         """The names, parameters and operations of the embedding, each layer and the head."""
         trace, names = self.trace, ["embedding", *map(str, range(self.num_layers)), "head"]
         params: list[dict[str, tuple[int, ...]]] = [{} for _ in names]
-        for i, (name, place) in enumerate(zip(self.names, self.places, strict=True)):
+        for i, (name, place) in enumerate(
+            zip(self.leaves.names, self.parameters.places, strict=True)
+        ):
             first_or_last = {0 if op < self.bounds[0] else len(names) - 1 for op in trace.users(i)}
             for user in first_or_last if place is None else (place + 1,):
-                params[user][name] = self.shapes[i]
+                params[user][name] = self.leaves.shapes[i]
         bounds = pairwise((0, *self.bounds, trace.num_ops))
         counts = [dict(Counter(trace.needed(start, stop))) for start, stop in bounds]
         return tuple(map(Contents, names, params, counts))
 
-    # packing
+    # the functions of a stack
 
     @cached_property
     def x(self) -> tuple[int, Any]:
@@ -239,111 +187,18 @@ class TracedNetwork:
         shapes = self.at(len(x)).crossing(place)
         return [_back(a, shape) for a, shape in zip(unpack_flat(shapes, x), shapes, strict=True)]
 
-    @cached_property
-    def groups(self) -> dict[str, list[list[int]]]:
-        """Indices of each layer's leaves by group: "kernel" or "bias", frozen or not."""
-        names = [mark + name for mark in ("", FROZEN) for name in ("kernel", "bias")]
-        found = {name: [list[int]() for _ in range(self.num_layers)] for name in names}
-        for i, place in enumerate(self.places):
-            if place is not None:
-                mark = "" if self.is_trained[i] else FROZEN
-                found[mark + self.group(i)][place].append(i)
-        used = {name: leaves for name, leaves in found.items() if any(leaves)}
-        return used or {"kernel": found["kernel"]}
-
-    def group(self, leaf: int) -> str:
-        """Return "kernel" for a leaf with weight decay, a matrix not in NO_DECAY, else "bias"."""
-        is_vector = len(self.shapes[leaf]) < 2 or self.names[leaf].rpartition("/")[2] in NO_DECAY
-        return "bias" if is_vector else "kernel"
-
-    @cached_property
-    def packed_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of a layer's array for each group, padded to fit any layer."""
-        shapes = {}
-        for name, layers in self.groups.items():
-            sizes = (sum(math.prod(self.shapes[i]) for i in leaves) for leaves in layers)
-            length = -(-max(1, *sizes) // MULTIPLE) * MULTIPLE
-            shapes[name] = (1, length) if name.endswith("kernel") else (length,)
-        return shapes
-
-    @cached_property
-    def tag(self) -> str:
-        """A name with a hash of the parameters' places: checkpoints of another cut never fit."""
-        lies: list[tuple] = list(zip(self.names, self.shapes, self.places, strict=True))
-        lies += [] if all(self.is_trained) else [self.is_trained]
-        return f"cut_{hashlib.sha256(repr(lies).encode()).hexdigest()[:8]}"
-
     def initial(self, key: jax.Array) -> Tree:
         """Return initial parameters in the form of the stack."""
-        return self.to_parts(self.network.init(key))
-
-    def to_parts(self, params: Tree) -> Tree:
-        """Return the network's parameters in the form of the stack."""
-        leaves = dict(enumerate(a.astype(self.dtype) for a in jax.tree.leaves(params)))
-        layers = [self.packed_layer(l, leaves) for l in range(self.num_layers)]
-        named = ((self.names[i], {self.group(i): leaves[i]}) for i in self.outer)
-        return {"embed_head": dict(named), "layers": jax.tree.map(lambda *a: jnp.stack(a), *layers)}
-
-    @property
-    def outer(self) -> list[int]:
-        """Indices of the leaves of embedding and head."""
-        return [i for i, place in enumerate(self.places) if place is None]
-
-    def packed_layer(self, l: int, leaves: Mapping[int, jax.Array]) -> Tree:
-        """Return layer l in the form of the stack; None for frozen groups with missing leaves."""
-        packed = {}
-        for name, layers in self.groups.items():
-            is_missing = any(i not in leaves for of_layer in layers for i in of_layer)
-            shape = Shape(self.packed_shapes[name], self.dtype)
-            of_layer = [leaves[i] for i in layers[l] if i in leaves]
-            packed[name] = (
-                None if name.startswith(FROZEN) and is_missing else pack_flat(of_layer, shape)
-            )
-        return {self.tag: packed}
-
-    @property
-    def trainable(self) -> Tree:
-        """Flags in the form of the stack: whether each parameter is trained."""
-        pairs = zip(self.names, self.is_trained, self.places, strict=True)
-        embed_head = {name: flag for name, flag, place in pairs if place is None}
-        layers = {name: not name.startswith(FROZEN) for name in self.groups}
-        return {"embed_head": embed_head, "layers": {self.tag: layers}}
-
-    def from_parts(self, parts: Tree) -> Tree:
-        """Return the network's parameters from the form of the stack, in natural order."""
-        leaves: dict[int, Any] = self.embed_head_leaves(parts["embed_head"])
-        for l in range(self.num_layers):
-            leaves |= self.leaves_of(l, jax.tree.map(lambda a, l=l: a[l], parts["layers"]))
-        return jax.tree.unflatten(self.treedef, [leaves[i] for i in range(len(leaves))])
-
-    def leaves_of(self, l: int, w: Mapping[str, Mapping[str, Any]]) -> dict[int, jax.Array]:
-        """Return the leaves of layer l by index, from the layer in the form of the stack."""
-        layer, found = w[self.tag], dict[int, jax.Array]()
-        for name, layers in self.groups.items():
-            packed = layer[name]
-            if not layers[l] or packed is None:
-                continue
-            shapes = [Shape(self.shapes[i], packed.dtype) for i in layers[l]]
-            found |= zip(layers[l], unpack_flat(shapes, packed), strict=True)
-        return found
-
-    def vectors_of(self, l: int, w: Mapping[str, Mapping[str, Any]]) -> dict[int, Any]:
-        """Return for each leaf of layer l the entry of its group in `w`, unless that is None."""
-        pairs = ((w[self.tag][name], layers[l]) for name, layers in self.groups.items())
-        return {i: value for value, leaves in pairs if value is not None for i in leaves}
-
-    def embed_head_leaves(self, embed_head: Tree) -> dict[int, jax.Array]:
-        """Return the leaves of embedding and head by index, without leaves that are None."""
-        named = ((name, leaf) for name, group in embed_head.items() for leaf in group.values())
-        return {self.names.index(name): leaf for name, leaf in named if leaf is not None}
+        return self.parameters.to_parts(self.network.init(key))
 
     def _computed(self, leaves: Mapping[int, jax.Array]) -> dict[int, jax.Array]:
         return {i: leaf.astype(self.compute) for i, leaf in leaves.items()}
 
-    # the functions of a stack
-
     def embed(self, embed_head: Tree, inputs: Tree) -> jax.Array:
-        number, leaves = num_examples(inputs), self._computed(self.embed_head_leaves(embed_head))
+        number, leaves = (
+            num_examples(inputs),
+            self._computed(self.parameters.embed_head_leaves(embed_head)),
+        )
         cast = lambda a, shape: a.astype(self.compute) if is_floating(shape) else a  # noqa: E731
         trace, inputs = self.at(number), jax.tree.map(cast, inputs, self.inputs)
         return self._packed(trace.run(0, self.bounds[0], trace.entering(inputs), leaves), number)
@@ -354,7 +209,7 @@ class TracedNetwork:
     def keyed_layer(self, l: int, w: Tree, x: jax.Array, key: jax.Array | None) -> jax.Array:
         with_key = key is not None
         start, stop = (self.keyed_bounds if with_key else self.bounds)[l : l + 2]
-        leaves = self._computed(self.leaves_of(l, w))
+        leaves = self._computed(self.parameters.leaves_of(l, w))
         for i, name in self._attached(start, stop, with_key).items():
             leaves[i] = place_of_loss(name).astype(self.dtype)
         if key is not None:
@@ -363,7 +218,10 @@ class TracedNetwork:
         return self._packed(self.at(len(x), with_key).run(start, stop, values, leaves), len(x))
 
     def outputs(self, embed_head: Tree, x: jax.Array) -> Tree:
-        start, leaves = self.bounds[-1], self._computed(self.embed_head_leaves(embed_head))
+        start, leaves = (
+            self.bounds[-1],
+            self._computed(self.parameters.embed_head_leaves(embed_head)),
+        )
         return self.at(len(x)).outputs(start, self._unpacked(x, start), leaves)
 
     def head(
@@ -377,7 +235,7 @@ def stack_of(network: TracedNetwork) -> Stack:
     layer = network.keyed_layer if network.has_key else network.layer
     options = StackOptions(
         outputs=network.outputs,
-        trainable=True if all(network.is_trained) else network.trainable,
+        trainable=True if all(network.leaves.is_trained) else network.parameters.trainable,
         mixes_examples=network.network.mixes_examples,
         divisors=network.network.divisors,
         network=network,
@@ -395,3 +253,46 @@ def stack_of(network: TracedNetwork) -> Stack:
 
 def _back(a: jax.Array, shape: Shape) -> jax.Array:
     return a != 0 if shape.dtype == jnp.bool_ else a.astype(shape.dtype)
+
+
+def places_of(trace: Trace, bounds: Sequence[int], names: Sequence[str]) -> tuple[int | None, ...]:
+    """Return the layer that uses each parameter in the trace; None: embedding or head."""
+    places: list[int | None] = []
+    for i, name in enumerate(names):
+        layers = (bisect_right(bounds, op) - 1 for op in trace.users(i))
+        # an unused parameter is stored in layer 0
+        users = {l if 0 <= l < len(bounds) - 1 else None for l in layers} or {0}
+        if len(users) > 1:
+            named = (
+                "embedding/head" if l is None else f"layer {l}" for l in sorted(users, key=str)
+            )
+            raise ConfigError(
+                f"parameter {name} is used by {', '.join(named)}, but a parameter lives in one "
+                "layer. Give each layer a separate array, or move the boundaries."
+            )
+        places.append(users.pop())
+    return tuple(places)
+
+
+def width_of(traces: Sequence[Trace], place: int, l: int) -> int:
+    """Return the number of scalars per example that cross the cut before layer l, at `place`.
+
+    traces: of `NUM_EXAMPLES` examples. Raises ConfigError if no value crosses, or one is an integer
+    or does not grow with the batch.
+    """
+    few, many = (trace.crossing(place) for trace in traces)
+    if integers := integers_crossing(traces[0], place):
+        raise no_floats(integers, l)
+    if not few:
+        raise ConfigError(
+            f"no value that depends on the inputs is used after layer {l - 1}. Use fewer layers."
+        )
+    for a, b in zip(few, many, strict=True):
+        if a.size * NUM_EXAMPLES[1] != b.size * NUM_EXAMPLES[0]:
+            raise ConfigError(
+                f"{a.dtype}{list(a.shape)} of {NUM_EXAMPLES[0]} examples crosses the boundary "
+                f"before layer {l} and does not grow with the batch ({b.dtype}{list(b.shape)} "
+                f"of {NUM_EXAMPLES[1]}), so microbatches would differ from the whole batch. "
+                "Compute each example by itself, or move the boundary."
+            )
+    return sum(a.size for a in few) // NUM_EXAMPLES[0]

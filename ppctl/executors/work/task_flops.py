@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from ppctl.executors.model_shapes import Model, tree_bytes
+from ppctl.executors.outer_layers import keep
 from ppctl.executors.stage.layer_programs import add_trees
-from ppctl.executors.stage.stage import LayerSlots, Stage
+from ppctl.executors.stage.slot_programs import LayerSlots
+from ppctl.executors.stage.stage import Stage
 from ppctl.executors.work.counted_operations import bytes_to_make, ops_of, peak_bytes
 from ppctl.executors.work.roofline import Extent, ModelWork, Op, PieceWork, ProductShape
 from ppctl.model.stack import Stack as ModelStack
@@ -172,13 +174,13 @@ class CountedModel:
     def kept_bytes(self, remat: Remat) -> tuple[int, int]:
         """Return the bytes of a layer's stash, and of the values that I hands to W."""
         # with remat=layer and remat=full, I hands the same values to W
-        handing_on = self.stages[Remat.LAYER if remat.recomputes else remat]
-        stash = self.stages[remat].stash_shapes(self.weights)
+        handing_on = self.stages[Remat.LAYER if remat.recomputes else remat].programs
+        stash = self.stages[remat].programs.stash_shapes(self.weights)
         return tree_bytes(stash), tree_bytes(handing_on.pending_shapes(self.weights))
 
     def residual_bytes(self) -> int:
         """Return the mean bytes of a layer's residuals: the values that its backward reads."""
-        layers = self.stages[Remat.LAYER].layers  # the same programs as with remat=full
+        layers = self.stages[Remat.LAYER].programs.layers  # the same programs as with remat=full
 
         @cache
         def bytes_of(layer: Any) -> int:
@@ -197,7 +199,7 @@ class CountedModel:
         def input_grad(w: Tree, stash: Tree, gy: jax.Array) -> tuple[jax.Array, Tree]:
             return stage.input_grad(w, slots, stash, lambda _: (gy, None))[:2]
 
-        peak = peak_bytes(input_grad, w, stage.stash_shapes(w, slots), self.model.x)
+        peak = peak_bytes(input_grad, w, stage.programs.stash_shapes(w, slots), self.model.x)
         return max(0, peak - counted)
 
     def head_bytes(self) -> int:
@@ -206,7 +208,10 @@ class CountedModel:
     def layer(self, l: int = 0) -> tuple[list[Op], ...]:
         stage, w, x = self.stages[Remat.NONE], self.weights, self.model.x
         slots = None if self.model.stack.are_alike else LayerSlots(numbers=range(l, l + 1))
-        stash, pending = stage.stash_shapes(w, slots), stage.pending_shapes(w, slots)
+        stash, pending = (
+            stage.programs.stash_shapes(w, slots),
+            stage.programs.pending_shapes(w, slots),
+        )
         acc = [trained_part(self.model.layer, self.model.stack.trains("layers"))]
 
         def forward(w: Tree, x: jax.Array) -> tuple[jax.Array, Tree]:
@@ -225,9 +230,9 @@ class CountedModel:
 
     def embed(self) -> tuple[list[Op], ...]:
         model, held, inputs = self.model, self._held(0), self.model.microbatch["inputs"]
-        embed_head, acc = self._computed(held), model.trained_embed_head(held)
-        grads = ops_of(model.add_embedding, embed_head, inputs, model.x, acc)
-        return ops_of(model.embed, embed_head, inputs), [], grads
+        embed_head, acc = self._computed(held), model.outer.trained(held)
+        grads = ops_of(model.outer.add_embedding, embed_head, inputs, model.x, acc)
+        return ops_of(model.outer.embed, embed_head, inputs), [], grads
 
     def head(self) -> tuple[list[Op], ...]:
         return [], ops_of(*self._head_grads), []
@@ -236,13 +241,13 @@ class CountedModel:
     def _head_grads(self) -> tuple[Any, ...]:
         """Return a function that computes the head's gradients, and the shapes of its arguments."""
         model, held = self.model, self._held(1)
-        run = lambda e, y, t, acc: model.add_head(e, y, t, acc)[:2]  # noqa: E731
-        targets, acc = model.microbatch["targets"], model.trained_embed_head(held)
+        run = lambda e, y, t, acc: model.outer.add_head(e, y, t, acc)[:2]  # noqa: E731
+        targets, acc = model.microbatch["targets"], model.outer.trained(held)
         return run, self._computed(held), model.x, targets, acc
 
     def _held(self, end: int) -> Tree:
         """Return the shapes of the parameters of the embedding (0) or of the head (1)."""
-        return self.model.keep(self.model.embed_head, self.model.uses[end])
+        return keep(self.model.embed_head, self.model.outer.uses[end])
 
 
 def _affine(few: list[Op], many: list[Op], number: int) -> tuple[Op, ...]:

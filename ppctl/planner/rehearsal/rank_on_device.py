@@ -24,6 +24,7 @@ from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, ProgramId, last_u
 from ppctl.executors.mpmd.plan_values import value_kind
 from ppctl.executors.mpmd.program_library import ProgramLibrary
 from ppctl.executors.mpmd.rank_programs import RankRole, prepare_rank
+from ppctl.executors.outer_layers import computed, keep
 from ppctl.executors.spmd.spmd_program import rank_arrays, spmd_of_rank
 from ppctl.executors.stage.jaxpr_tools import bind_eqn, called_program, interpret, retraced
 from ppctl.executors.stage.layer_programs import zeros_like
@@ -179,7 +180,7 @@ class RankOnDevice:
         model, parts = self.model, self.model.parts
         if parts is None:
             return {"x": model.x}
-        args = model.computed(model.embed_head), model.x, jax.ShapeDtypeStruct((), jnp.int32)
+        args = computed(model.embed_head, model.dtype), model.x, jax.ShapeDtypeStruct((), jnp.int32)
         sums, _ = model.traced(lambda: jax.eval_shape(parts.log_sums, *args))
         return {"x": model.x, "log_sums": sums, "all_log_sums": sums}
 
@@ -188,7 +189,7 @@ class RankOnDevice:
     ) -> dict[Key, Tree]:
         """Return the shapes of the initial values of a rank's tasks."""
         model, program = self.model, _id(prepare)
-        embed_head = model.keep(model.embed_head, model.used_by(here.has_first, here.has_head))
+        embed_head = keep(model.embed_head, model.outer.used_by(here.has_first, here.has_head))
         params = {"embed_head": embed_head, "layers": staged_layers(model, here)}
         made = partial(prepare_rank, model, here, program, jax.tree.map(lambda _: P(), params))
         written = model.traced(lambda: jax.eval_shape(made, params))

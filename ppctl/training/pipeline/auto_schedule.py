@@ -12,6 +12,7 @@ from functools import cached_property
 
 from ppctl.executors.layer_placement import Placement
 from ppctl.executors.model_shapes import tree_bytes
+from ppctl.executors.outer_layers import keep
 from ppctl.executors.spmd.spmd_program import spmd_sizes
 from ppctl.executors.work.planned_step import Step
 from ppctl.executors.work.rank_bytes import RankShare, layer_bytes, rank_bytes, workspace_bytes
@@ -54,12 +55,10 @@ class ModelCosts:
         """Return the bytes of a layer, embedding, head and values in transit, for executor=mpmd."""
         model, step = self.probe.model, self._step
         embed_head, ends = model.held["embed_head"], list[RankShare]()
-        for use, name in zip(model.uses, ("inputs", "targets"), strict=True):
+        for use, name in zip(model.outer.uses, ("inputs", "targets"), strict=True):
             share = RankShare(
-                embed_head=tree_bytes(model.keep(embed_head, use)),
-                trained_embed_head=tree_bytes(
-                    model.keep(model.trained_embed_head(embed_head), use)
-                ),
+                embed_head=tree_bytes(keep(embed_head, use)),
+                trained_embed_head=tree_bytes(keep(model.outer.trained(embed_head), use)),
                 over=step.layout.mesh.fsdp,
                 batch=tree_bytes(model.microbatch[name]) * model.num_microbatches,
             )

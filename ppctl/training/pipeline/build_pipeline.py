@@ -141,7 +141,7 @@ def _on_layers(
     """
     params = trained_part(stack.param_shapes, stack.options.trainable)
     if stack.options.network is not None:
-        return network_optimizer(optimizer, stack.options.network, params, layout)
+        return network_optimizer(optimizer, stack.options.network.parameters, params, layout)
     on_layers = LayerOptimizer(optimizer, params, layout, stack.options.updates)
     over_ranks = ["pp" in shard.axes for shard in layout.of_rank.shards.values()]
     if execution.engine.dispatches_tasks and any(over_ranks) and not on_layers.is_elementwise:

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from ppctl.executors.parameter_layout import Layout, gather_shards, own_shards
 from ppctl.executors.stage.layer_programs import FlatPacking
-from ppctl.executors.stage.traced_network import MULTIPLE, TracedNetwork
+from ppctl.executors.stage.network_parameters import MULTIPLE, NetworkParameters
 from ppctl.model.layer_reports import Updates
 from ppctl.training.pipeline.layer_optimizers import (
     LayerOptimizer,
@@ -39,7 +39,10 @@ Leaves = dict[int, Any]  # number -> parameter, or leaf of optax's state
 
 
 def network_optimizer(
-    optimizer: optax.GradientTransformation, network: TracedNetwork, params: Tree, layout: Layout
+    optimizer: optax.GradientTransformation,
+    network: NetworkParameters,
+    params: Tree,
+    layout: Layout,
 ) -> NetworkOptimizer | LayerOptimizer:
     """Return the optimizer of a network's trained parameters; params: shapes in natural order."""
     by_name = NetworkOptimizer(optimizer, network, layout)
@@ -65,7 +68,7 @@ class NetworkOptimizer:
     """An optimizer of a network, with the methods of `LayerOptimizer`. form: its state."""
 
     optimizer: optax.GradientTransformation
-    network: TracedNetwork = field(compare=False)
+    network: NetworkParameters = field(compare=False)
     layout: Layout
     is_elementwise = False
     updates: Updates = field(default_factory=dict)
@@ -116,8 +119,10 @@ class NetworkOptimizer:
         elif jax.tree.leaves(grads["layers"]):
             *layers, shared = self._of_ranks(grads, state, params, norm)
         # 3. the stored form
-        places = (self.form.name(self.network.names.index(name)) for name in grads["embed_head"])
-        named = {self.network.names[i]: leaf for i, leaf in updates.items()}
+        places = (
+            self.form.name(self.network.leaves.names.index(name)) for name in grads["embed_head"]
+        )
+        named = {self.network.leaves.names[i]: leaf for i, leaf in updates.items()}
         outer = {name: {group: named.get(name)} for name, group in places}
         state = self.form.stored(found, layers[1]) | {"shared": shared}
         return {"embed_head": outer, "layers": layers[0]}, state
@@ -203,20 +208,20 @@ class NetworkState:
     """
 
     optimizer: optax.GradientTransformation
-    network: TracedNetwork = field(compare=False)
+    network: NetworkParameters = field(compare=False)
 
     # the author's tree
 
     @property
     def trained(self) -> list[int]:
         """The numbers of the trained parameters."""
-        return [i for i, flag in enumerate(self.network.is_trained) if flag]
+        return [i for i, flag in enumerate(self.network.leaves.is_trained) if flag]
 
     @cached_property
     def shapes(self) -> Tree:
         """The shapes of the author's trained parameters, None for frozen ones."""
         net = self.network
-        return self.tree({i: Shape(net.shapes[i], net.dtype) for i in self.trained})
+        return self.tree({i: Shape(net.leaves.shapes[i], net.dtype) for i in self.trained})
 
     @cached_property
     def state(self) -> Tree:
@@ -233,8 +238,10 @@ class NetworkState:
         return [p if p.owner is None else p._replace(owner=self.trained[p.owner]) for p in places]
 
     def tree(self, leaves: Leaves) -> Tree:
-        number = len(self.network.shapes)
-        return jax.tree.unflatten(self.network.treedef, [leaves.get(i) for i in range(number)])
+        number = len(self.network.leaves.shapes)
+        return jax.tree.unflatten(
+            self.network.leaves.treedef, [leaves.get(i) for i in range(number)]
+        )
 
     def params(self, tree: Tree, indices: Mapping[int, tuple]) -> Leaves:
         """Return the parameters of embedding, head and layers; indices: layer -> array index."""
@@ -287,7 +294,7 @@ class NetworkState:
 
     def name(self, i: int) -> tuple[str, str]:
         """Return the two keys of an embedding or head parameter in the stored tree."""
-        return self.network.names[i], self.network.group(i)
+        return self.network.leaves.names[i], self.network.group(i)
 
     def stored(self, state: Leaves, layers: Tree) -> Tree:
         """Return the stored state, None for missing leaves of embedding and head."""

@@ -384,7 +384,9 @@ def check_tasks(
             continue
         try:
             for l in held:
-                model.traced(lambda l=l: model.stage.layers[0 if stack.are_alike else l].split)
+                model.traced(
+                    lambda l=l: model.stage.programs.layers[0 if stack.are_alike else l].split
+                )
         except ConfigError as error:
             which = f"layer {held[0]}" if len(held) == 1 else f"layers {held[0]}-{held[-1]}"
             raise ConfigError(f"stage {s} ({which}): {error}") from error

@@ -113,7 +113,7 @@ class SavedRun:
             if not isinstance(self.config.model, settings.CustomModel):
                 return natural
             network = self._fitting(step, natural).options.network
-            return natural if network is None else network.from_parts(natural)
+            return natural if network is None else network.parameters.from_parts(natural)
 
         return self.read(step, read)
 

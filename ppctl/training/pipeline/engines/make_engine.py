@@ -98,13 +98,24 @@ def model_of(
     parts = {"embed_head": embed_head, "layers": layer}
     auto_specs = of_rank.auto_specs(parts) if of_rank.auto else None
     # 3. the model, checked
-    sizes = num_microbatches, execution.remat, execution.unroll, dtype, execution.axes
-    shards = of_rank.own_embed_head(embed_head), specs, auto_specs
-    model = stack.in_shards(divided), embed_head, layer, microbatch, *sizes, *shards
     platform = mesh.devices.flat[0].platform
-    platform = "gpu" if platform == "cuda" else platform  # a described GPU's is "cuda"
-    found = Model(*model, platform=platform, parts=divided.parts)
-    counted = found.losses[1]
+    found = Model(
+        stack=stack.in_shards(divided),
+        embed_head=embed_head,
+        layer=layer,
+        microbatch=microbatch,
+        num_microbatches=num_microbatches,
+        remat=execution.remat,
+        unroll=execution.unroll,
+        dtype=dtype,
+        axes=execution.axes,
+        own_embed_head=of_rank.own_embed_head(embed_head),
+        layer_specs=specs,
+        auto_specs=auto_specs,
+        platform="gpu" if platform == "cuda" else platform,  # a described GPU's is "cuda"
+        parts=divided.parts,
+    )
+    counted = found.outer.losses[1]
     for name in found.inputs.losses:  # raises for losses attached in embedding or head
         if isinstance(counted, dict) and name in counted:
             raise ConfigError(f"metrics has {name!r}, the name of an attached loss. Use another.")

@@ -53,7 +53,7 @@ class RankStates:
             Division(
                 group.layout,
                 group.model.embed_head,
-                [group.model.used_by(r == rank_of[0], r == rank_of[-1]) for r in group.ranks],
+                [group.model.outer.used_by(r == rank_of[0], r == rank_of[-1]) for r in group.ranks],
             )
             for group in groups
         )

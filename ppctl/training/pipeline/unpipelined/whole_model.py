@@ -102,7 +102,7 @@ def of_author(stack: Stack, tree: Tree) -> Tree:
     if network is None:
         return tree
     is_form = lambda node: isinstance(node, dict) and {*node} == {"embed_head", "layers"}  # noqa: E731
-    whole = compiled_quickly(network.from_parts)
+    whole = compiled_quickly(network.parameters.from_parts)
     return jax.tree.map(
         lambda a: jax.block_until_ready(whole(a)) if is_form(a) else a, tree, is_leaf=is_form
     )
