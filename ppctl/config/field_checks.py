@@ -104,19 +104,28 @@ SomePath = Annotated[str, PathCheck()]  # a file or directory
 Count = Annotated[int, partial(at_least, least=1)]  # 1, 2, ...
 Natural = Annotated[int, partial(at_least, least=0)]  # 0, 1, ...
 NotNegative = Annotated[float, partial(at_least, least=0)]
+FromOne = Annotated[float, partial(at_least, least=1)]
 Positive = Annotated[float, above_zero]
 Share = Annotated[float, within]  # [0, 1]
+SomeShare = Annotated[float, above_zero, within]  # (0, 1]
 Rate = Annotated[float, below_one]  # [0, 1)
 
 
 class Settings:
-    """Base class of the parts of the config and of nested settings."""
+    """Base class of the parts of the config.
 
-    KEY: ClassVar[str]  # prefix of the settings' names, such as optim
+    prefix: prefix of the settings' names; by default the name of the direct subclass in lower case.
+    """
+
+    prefix: ClassVar[str]
+
+    def __init_subclass__(cls, prefix: str | None = None) -> None:
+        if prefix is not None or Settings in cls.__bases__:
+            cls.prefix = prefix or cls.__name__.lower()
 
     def check(self) -> None:
         """Raise ConfigError for the first impossible setting."""
-        domains(self.KEY, self)
+        domains(self.prefix, self)
 
 
 def domains(key: str, part: Any) -> None:
@@ -137,8 +146,10 @@ def domains(key: str, part: Any) -> None:
                 for check in checks[field.name]:
                     check(place, each)
                 _finite(place, each)
-                if place == name:  # entries of mappings have no limit
-                    _number(name, each)
+                is_limited = isinstance(each, int) and place == name  # entries of mappings are not
+                if is_limited and abs(each) > LARGEST and not name.endswith("_bytes"):
+                    reach = f"whole numbers go up to {LARGEST}"
+                    raise ConfigError(f"{name}={each} is out of reach: {reach}.")
 
 
 def _entries(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -150,12 +161,6 @@ def _entries(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"{name}.{key}", each) for key, each in entries.items())
     elif value is not None:
         yield name, value
-
-
-def _number(key: str, value: Any) -> None:
-    """Raise ConfigError for an int outside int32 (bytes excepted)."""
-    if isinstance(value, int) and abs(value) > LARGEST and not key.endswith("_bytes"):
-        raise ConfigError(f"{key}={value} is out of reach: whole numbers go up to {LARGEST}.")
 
 
 def _finite(key: str, value: Any) -> None:

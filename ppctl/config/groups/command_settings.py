@@ -5,17 +5,8 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
-from ppctl.config.field_checks import (
-    Count,
-    Natural,
-    Positive,
-    Settings,
-    SomePath,
-    at_least,
-    one_of,
-    up_to,
-    within,
-)
+from ppctl.config import field_checks as checks
+from ppctl.config.field_checks import Count, Natural, Positive, Settings, SomePath
 from ppctl.config.groups.layout_settings import MOST_DEVICES
 from ppctl.config.groups.schedule_settings import MaxChunks, Schedule
 from ppctl.errors import ConfigError
@@ -23,7 +14,8 @@ from ppctl.schedule.mesh_axes import STAGE_AXES, axes_record
 from ppctl.schedule.remat import Remat
 
 # the largest runs train on about 1e13 tokens: more than 1e18 is a typing error
-Tokens = Annotated[float, partial(within, least=1, most=1e18)]
+Tokens = Annotated[float, partial(checks.within, least=1, most=1e18)]
+VIEWS = ("summary", "program", "jaxpr", "stablehlo", "hlo")
 TOPOLOGY = re.compile(r"\w+:\d+(x\d+){1,2}")
 
 
@@ -38,8 +30,6 @@ class Launch(Settings):
 
     processes: Count = 1  # local processes that share the mesh's devices evenly
     max_restarts: Natural = 0  # restarts of a crashed run from its newest checkpoint
-
-    KEY = "launch"
 
     @property
     def is_used(self) -> bool:
@@ -57,8 +47,6 @@ class Verify(Settings):
 
     steps: Natural = 3  # train steps to compare with plain optax; 0: only gradients
 
-    KEY = "verify"
-
 
 @dataclass
 class Plan(Settings):
@@ -73,8 +61,6 @@ class Plan(Settings):
     # tokens to train on, for tune too: adds days, device-hours and energy; None: only a step
     tokens: Tokens | None = None
     html: SomePath | None = None  # file of a self-contained page for browsers, for rehearse too
-
-    KEY = "plan"
 
     def check(self) -> None:
         super().check()
@@ -117,18 +103,17 @@ class Tune(
     days: Positive | None = None  # limit in days for plan.tokens; selects the fewest tune.devices
     schedules: list[str] | None = None  # families; None: all that the executor runs
     # values of executor.remat; None: all
-    remat: list[Annotated[str, one_of(*Remat)]] | None = None
+    remat: list[Annotated[str, checks.one_of(*Remat)]] | None = None
     max_chunks: MaxChunks = 4  # maximum stages per rank
     # values of schedule.vocab; None: all that executor and model support
-    vocab: list[Annotated[str, one_of(*Schedule.VOCAB)]] | None = None
-    best: Annotated[int, up_to(1000, "each is built to be predicted")] = 10  # layouts shown
+    vocab: list[Annotated[str, checks.one_of(*Schedule.VOCAB)]] | None = None
+    best: Annotated[int, checks.up_to(1000, "each is built to be predicted")] = 10  # layouts shown
     max_s: Positive | None = None  # seconds of a search, which then shows the best so far
     measure: Natural = 0  # best layouts run for a few steps and ranked by measured step time
     recipe: str | None = "tuned"  # name of the best layout's ./recipes/NAME.yaml; None: no file
     # job script written next to the recipe: slurm | kubernetes | tpu
-    launch: Annotated[str, one_of("slurm", "kubernetes", "tpu")] | None = None
+    launch: Annotated[str, checks.one_of("slurm", "kubernetes", "tpu")] | None = None
 
-    KEY = "tune"
     REMAT: ClassVar[tuple[str, ...]] = tuple(map(str, Remat))
 
     def check(self) -> None:
@@ -167,9 +152,7 @@ class Inspect(Settings):
     """The views of the programs that `ppctl inspect` shows."""
 
     # summary | program (ticks) | jaxpr | stablehlo | hlo; None: the first two
-    what: Annotated[str, one_of("summary", "program", "jaxpr", "stablehlo", "hlo")] | None = None
-
-    KEY = "inspect"
+    what: Annotated[str, checks.one_of(*VIEWS)] | None = None
 
 
 # --- `--multirun`: `hydra/launcher=` and `hydra/sweeper=` ----------------------------------------
@@ -186,16 +169,14 @@ SMALLER_IS_BETTER = {  # metrics of a search
 
 
 @dataclass
-class SideBySide(Settings):
+class SideBySide(Settings, prefix="hydra.launcher"):
     """Jobs are child processes of the sweep, and end with it."""
 
     jobs: Count = 1  # jobs side by side
 
-    KEY = "hydra.launcher"
-
 
 @dataclass
-class SubmititSlurm(Settings):
+class SubmititSlurm(Settings, prefix="hydra.launcher"):
     """Jobs are queued in Slurm and outlive the sweep."""
 
     # maximum jobs at once; None: Slurm decides, but one at a time with hydra/sweeper=optuna
@@ -203,14 +184,12 @@ class SubmititSlurm(Settings):
     partition: str | None = None
     account: str | None = None
     # time limit in minutes; shortly before it, a job saves and is queued again
-    time: Annotated[int, partial(at_least, least=SIGNAL_DELAY_S // 60 + 1)] = 60
+    time: Annotated[int, partial(checks.at_least, least=SIGNAL_DELAY_S // 60 + 1)] = 60
     nodes: Count = 1  # nodes of a job; with several tasks use run.distributed=auto
     gpus_per_node: Natural | None = None
     cpus_per_task: Count | None = None
     # further parameters of sbatch: qos, mem, gres
     additional_parameters: dict[str, Any] = field(default_factory=dict[str, Any])
-
-    KEY = "hydra.launcher"
 
     def parameters(self) -> dict[str, Any]:
         """Return the parameters of submitit's executor, including the tasks per node."""
@@ -229,15 +208,13 @@ class Combinations:
 
 
 @dataclass
-class Search(Settings):
+class Search(Settings, prefix="hydra.sweeper"):
     """Optuna chooses the values, job after job, instead of all combinations."""
 
     n_trials: Count = 20  # jobs in all, including those of earlier starts
     # minimized: final_loss, eval_loss, step_time_s, memory_bytes;
     # maximized: tokens_per_s, rows_per_s
-    metric: Annotated[str, one_of(*SMALLER_IS_BETTER)] = "final_loss"
-
-    KEY = "hydra.sweeper"
+    metric: Annotated[str, checks.one_of(*SMALLER_IS_BETTER)] = "final_loss"
 
     @property
     def is_minimized(self) -> bool:

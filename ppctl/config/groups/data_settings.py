@@ -4,24 +4,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated
 
-from ppctl.config.field_checks import (
-    Count,
-    PathCheck,
-    Positive,
-    Rate,
-    Settings,
-    SomePath,
-    at_least,
-    domains,
-    one_of,
-    up_to,
-)
+from ppctl.config import field_checks as checks
+from ppctl.config.field_checks import Count, PathCheck, Positive, Rate, Settings, SomePath
 from ppctl.config.groups.model_settings import UserFunction
 from ppctl.config.groups.transformer_sizes import VocabSize
 from ppctl.errors import ConfigError
 
 Tokenizer = Annotated[str, PathCheck("bytes")]
-OfExample = Annotated[int, up_to(2**20, "an example is read whole")]
+OfExample = Annotated[int, checks.up_to(2**20, "an example is read whole")]
 
 
 @dataclass
@@ -30,11 +20,18 @@ class Data(Settings):
 
     name: str = "???"
     # global batch: examples (sequences, for text) per step
-    batch_size: Annotated[int, up_to(2**24, "a batch is put together on a host")] = 32
+    batch_size: Annotated[int, checks.up_to(2**24, "a batch is put together on a host")] = 32
     # share of examples held out for evaluation, at least a batch; 0: none
     eval_fraction: Rate = 0.05
 
-    KEY = "data"
+    def check(self) -> None:
+        super().check()
+        path, share = getattr(self, "eval_path", None), self.eval_fraction
+        if path is not None and share not in (0, Data.eval_fraction):
+            raise ConfigError(
+                f"data.eval_fraction={share} holds out a share of data.path, but "
+                f"data.eval_path={path} is held out instead. Leave out one of them."
+            )
 
 
 @dataclass
@@ -61,7 +58,7 @@ class TextFiles:
     field: str = "text"
     prompt_field: str | None = None  # column with a prompt before the text; not a target
     # unit of a document in plain text: file | paragraph | line
-    document: Annotated[str, one_of("file", "paragraph", "line")] = "file"
+    document: Annotated[str, checks.one_of("file", "paragraph", "line")] = "file"
 
 
 @dataclass
@@ -69,7 +66,7 @@ class UserText(Stdlib):
     """Text of the user's files."""
 
     # action at a broken line, row or file: stop | skip
-    on_error: Annotated[str, one_of("stop", "skip")] = "stop"
+    on_error: Annotated[str, checks.one_of("stop", "skip")] = "stop"
 
 
 @dataclass
@@ -78,10 +75,6 @@ class Text(TextFiles, UserText):
 
     name: str = "text"
     eval_path: SomePath | None = None  # held-out files, instead of data.eval_fraction
-
-    def check(self) -> None:
-        super().check()
-        _check_held_out(self.eval_path, self.eval_fraction)
 
 
 @dataclass
@@ -105,7 +98,7 @@ class Mixture(UserText):
             remedy = "Use data.parts=[{path: PATH, weight: 0.7}, {path: PATH}]."
             raise ConfigError(f"data.parts=[] has nothing to mix. {remedy}")
         for number, part in enumerate(self.parts):
-            domains(f"data.parts[{number}]", part)
+            checks.domains(f"data.parts[{number}]", part)
 
 
 @dataclass
@@ -116,22 +109,10 @@ class Tokens(Data):
     path: SomePath = "???"
     eval_path: SomePath | None = None  # held-out files, instead of data.eval_fraction
     # dtype of a raw .bin file: uint8 | uint16 | int32 | uint32
-    dtype: Annotated[str, one_of("uint8", "uint16", "int32", "uint32")] = "uint16"
+    dtype: Annotated[str, checks.one_of("uint8", "uint16", "int32", "uint32")] = "uint16"
     # tokenizer of the ids: a tokenizer.json, a directory with one, or bytes; None: run.start_from's
     tokenizer: Tokenizer | None = None
     vocab_size: VocabSize | None = None  # None: the tokenizer's, else the largest id plus one
-
-    def check(self) -> None:
-        super().check()
-        _check_held_out(self.eval_path, self.eval_fraction)
-
-
-def _check_held_out(path: str | None, share: float) -> None:
-    if path is not None and share not in (0, Data.eval_fraction):
-        raise ConfigError(
-            f"data.eval_fraction={share} holds out a share of data.path, but data.eval_path={path} "
-            "is held out instead. Leave out one of them."
-        )
 
 
 @dataclass
@@ -146,7 +127,7 @@ class Synthetic(Data):
     """Random token sequences with a learnable rule; a batch is a function of seed and step."""
 
     name: str = "synthetic"
-    vocab_size: Annotated[VocabSize, partial(at_least, least=2)] = 256
+    vocab_size: Annotated[VocabSize, partial(checks.at_least, least=2)] = 256
     num_sequences: Count = 65536
 
 

@@ -3,17 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from ppctl.config.field_checks import (
-    Count,
-    NotNegative,
-    Positive,
-    Settings,
-    above_zero,
-    choice,
-    domains,
-    one_of,
-    settings_from,
-)
+from ppctl.config import field_checks as checks
+from ppctl.config.field_checks import Count, NotNegative, Positive, Settings
 from ppctl.errors import ConfigError
 
 REACHED = (
@@ -51,24 +42,22 @@ PER_CORE = {
 class Cuda:
     """Properties of an NVIDIA GPU that XLA's compiler needs for plan.topology."""
 
-    capability: Annotated[str, one_of(*PER_CORE)]  # compute capability
+    capability: Annotated[str, checks.one_of(*PER_CORE)]  # compute capability
     cores: Count  # streaming multiprocessors
     clock_ghz: Positive
-    memory_bytes: Annotated[int, above_zero]  # bytes of memory as CUDA states them
+    memory_bytes: Annotated[int, checks.above_zero]  # bytes of memory as CUDA states them
     l2_bytes: Count
 
 
 @dataclass
-class AutoHardware(Settings):
+class AutoHardware(Settings, prefix="hardware"):
     """The hardware of the attached devices, or of plan.topology."""
 
     name: str = "auto"
 
-    KEY = "hardware"
-
 
 @dataclass
-class Hardware(Settings):
+class Hardware(Settings, prefix="hardware"):
     """Speeds and memory of one device (as JAX counts devices), and of its links to others."""
 
     name: str
@@ -89,13 +78,11 @@ class Hardware(Settings):
     cuda: Any = None
     power_w: Positive | None = None  # maximum watts of one device, by its maker; None: unknown
 
-    KEY = "hardware"
-
     @property
     def hosts(self) -> Network | None:
         """The values in `network`. ConfigError if one is missing or unknown."""
-        network = self.network
-        return None if network is None else settings_from(Network, network, "hardware.network")
+        value = self.network
+        return None if value is None else checks.settings_from(Network, value, "hardware.network")
 
     @property
     def host_devices(self) -> int | None:
@@ -105,7 +92,7 @@ class Hardware(Settings):
     @property
     def gpu(self) -> Cuda | None:
         """The properties in `cuda`. ConfigError if one is missing or unknown."""
-        return None if self.cuda is None else settings_from(Cuda, self.cuda, "hardware.cuda")
+        return None if self.cuda is None else checks.settings_from(Cuda, self.cuda, "hardware.cuda")
 
     def check(self) -> None:
         super().check()
@@ -115,11 +102,11 @@ class Hardware(Settings):
             missing = f"hardware.reached={self.reached} has no flops"
             raise ConfigError(f"{missing}, the share that matrix products reach.")
         for key, share in self.reached.items():
-            choice("hardware.reached", key, REACHED)
+            checks.choice("hardware.reached", key, REACHED)
             # attention may exceed 1: its FLOPs count all pairs, but kernels may skip half of them
             if share > 1 and not key.startswith("attention"):
                 raise ConfigError(f"hardware.reached.{key}={share} must lie in (0, 1].")
         if self.hosts is not None:
-            domains("hardware.network", self.hosts)
+            checks.domains("hardware.network", self.hosts)
         if self.gpu is not None:
-            domains("hardware.cuda", self.gpu)
+            checks.domains("hardware.cuda", self.gpu)

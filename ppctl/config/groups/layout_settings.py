@@ -23,8 +23,6 @@ class Mesh(axes_record(kind=Devices), Settings):
     # order of the axes over hosts (TPU slices); auto: pp-dp-fsdp over several hosts
     order: Annotated[str, one_of(*ORDERS)] = "auto"
 
-    KEY = "mesh"
-
     @property
     def sizes(self) -> MeshSizes:
         return MeshSizes.of(vars(self))
@@ -48,12 +46,10 @@ class Mesh(axes_record(kind=Devices), Settings):
 
 
 @dataclass
-class Uniform(Settings):
+class Uniform(Settings, prefix="partition"):
     """Equally many layers on each stage, or one more on the first ones."""
 
     name: str = "uniform"
-
-    KEY = "partition"
 
 
 @dataclass
@@ -87,7 +83,7 @@ class Explicit(Uniform):
 
 
 @dataclass
-class Reference(Settings):
+class Reference(Settings, prefix="executor"):
     """The un-pipelined model: one program on one device accumulates over the microbatches."""
 
     name: str = "reference"
@@ -97,7 +93,6 @@ class Reference(Settings):
     # hide tasks from traces; run.profile turns auto into traced | none
     xla_flags: Annotated[str, one_of("auto", "traced", "none")] = "auto"
 
-    KEY = "executor"
     ENGINE: ClassVar[EngineTraits] = ALONE
     REMAT: ClassVar[tuple[str, ...]] = tuple(map(str, Remat))
 

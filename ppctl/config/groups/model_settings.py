@@ -43,12 +43,10 @@ SeqLen = Annotated[int, up_to(2**20, "a sequence is read whole")]
 
 
 @dataclass
-class Layered(Settings):
+class Layered(Settings, prefix="model"):
     """A model that consists of layers."""
 
     name: str = "???"
-
-    KEY = "model"
 
 
 @dataclass

@@ -1,24 +1,16 @@
 """The experts of a transformer: sizes, router, balance, and how tokens reach them."""
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated
 
-from ppctl.config.field_checks import (
-    DESCRIPTION,
-    Count,
-    Natural,
-    NotNegative,
-    Positive,
-    at_least,
-    one_of,
-    up_to,
-)
+from ppctl.config import field_checks as checks
+from ppctl.config.field_checks import DESCRIPTION, Count, FromOne, Natural, NotNegative, Positive
 from ppctl.errors import ConfigError
 
 SCORES = ("softmax", "softmax_chosen", "sigmoid")
-GROUP_SCORES = ("max", "top2")
+GroupScore = Annotated[str, checks.one_of("max", "top2")]
 DISPATCHES = ("gather", "alltoall")
+NumExperts = Annotated[int, checks.up_to(4096, "the router scores each token for all")]
 PRODUCTS = ("auto", "scan", "triton", "ragged_dot")
 
 
@@ -31,11 +23,11 @@ class Experts:
     """
 
     # experts of a layer (a token chooses top_k); None: layers have an MLP
-    num_experts: Annotated[int, up_to(4096, "the router scores each token for all")] | None = None
+    num_experts: NumExperts | None = None
     top_k: Count = 2  # experts of a token
     width: Count | None = None  # hidden width of an expert; None: model.mlp_width
     # weights of experts: softmax over all | softmax_chosen (over the chosen) | sigmoid
-    score: Annotated[str, one_of(*SCORES)] = field(default="softmax", metadata=DESCRIPTION)
+    score: Annotated[str, checks.one_of(*SCORES)] = field(default="softmax", metadata=DESCRIPTION)
     # divide a token's weights by their sum
     normalize: bool = field(default=True, metadata=DESCRIPTION)
     scale: Positive = field(default=1.0, metadata=DESCRIPTION)  # factor of the experts' weights
@@ -46,7 +38,7 @@ class Experts:
     # groups per token; its experts are in these groups
     top_groups: Count = field(default=1, metadata=DESCRIPTION)
     # score of a group: its best expert's (max) | the sum of its two best experts' (top2)
-    group_score: Annotated[str, one_of(*GROUP_SCORES)] = field(default="max", metadata=DESCRIPTION)
+    group_score: GroupScore = field(default="max", metadata=DESCRIPTION)
     # hidden width of a shared expert, applied to all tokens; None: no shared expert
     shared_width: Count | None = field(default=None, metadata=DESCRIPTION)
     # multiply the shared expert's output by sigmoid(x w)
@@ -59,12 +51,12 @@ class Experts:
     z_loss: NotNegative = 0.0  # weight of the squared log-sum of router logits (ST-MoE)
     bias_update: NotNegative = 0.0  # step of the choice bias towards less loaded experts
     # tokens reach experts on other devices by gather (all_gather, psum_scatter) | alltoall
-    dispatch: Annotated[str, one_of(*DISPATCHES)] = "gather"
+    dispatch: Annotated[str, checks.one_of(*DISPATCHES)] = "gather"
     # limit of a device's rows, as a multiple (from 1) of its even share; further rows are dropped;
     # None: no limit
-    capacity: Annotated[float, partial(at_least, least=1)] | None = None
+    capacity: FromOne | None = None
     # products of experts: auto (by device) | scan (CPU) | triton (NVIDIA GPUs) | ragged_dot (TPU)
-    kernel: Annotated[str, one_of(*PRODUCTS)] = "auto"
+    kernel: Annotated[str, checks.one_of(*PRODUCTS)] = "auto"
 
     @property
     def number(self) -> int:

@@ -3,16 +3,8 @@
 from dataclasses import dataclass, fields
 from typing import Annotated
 
-from ppctl.config.field_checks import (
-    Count,
-    Natural,
-    NotNegative,
-    Positive,
-    Rate,
-    Settings,
-    Share,
-    one_of,
-)
+from ppctl.config import field_checks as checks
+from ppctl.config.field_checks import Count, Natural, NotNegative, Positive, Rate, Settings, Share
 from ppctl.config.groups.attention_forms import TARGETS
 from ppctl.config.groups.model_settings import UserFunction
 from ppctl.errors import ConfigError
@@ -30,43 +22,38 @@ class Optim(Settings):
     name: str = "???"
     lr: NotNegative = 2e-3  # peak rate
     # cosine | linear | constant | wsd: constant, then linear in the last steps
-    lr_schedule: Annotated[str, one_of(*LR_SCHEDULES)] = "cosine"
+    lr_schedule: Annotated[str, checks.one_of(*LR_SCHEDULES)] = "cosine"
     min_lr_fraction: Share = 0.1  # final rate over the peak rate; unused by constant
     decay_fraction: Share = 0.2  # share of run.num_steps with wsd's falling rate
     warmup_steps: Natural = 20  # steps of linear growth to the peak
     clip_norm: NotNegative | None = 1.0  # maximum global gradient norm; None: no clipping
     # all parameters | lora: low-rank adapters of a transformer's linear maps, all else frozen
-    train: Annotated[str, one_of("all", "lora")] = "all"
+    train: Annotated[str, checks.one_of("all", "lora")] = "all"
     lora_rank: Count = 16  # r of PEFT: an adapter is A [inputs, rank] times B [rank, outputs]
     lora_alpha: Positive = 32.0  # adapters are multiplied by alpha/rank
     # maps with adapters, of q, k, v, o, gate, up, down; None: all in a block
-    lora_targets: list[Annotated[str, one_of(*TARGETS)]] | None = None
+    lora_targets: list[Annotated[str, checks.one_of(*TARGETS)]] | None = None
     lora_dropout: Rate = 0.0  # rate of dropped entries of adapters' inputs, in training
-
-    KEY = "optim"
 
     def check(self) -> None:
         super().check()
-        self._check_lora()
-        unused = {"decay_fraction": self.lr_schedule != "wsd"}
-        unused["min_lr_fraction"] = self.lr_schedule == "constant"
-        for name in (name for name, is_unused in unused.items() if is_unused):
-            if (value := getattr(self, name)) != type(self).__dataclass_fields__[name].default:
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        changed = {each.name for each in fields(self) if values[each.name] != each.default}
+        for name in values:
+            if self.train != "lora" and name.startswith("lora_") and name in changed:
                 raise ConfigError(
-                    f"optim.{name}={value} has no effect: optim.lr_schedule={self.lr_schedule}. "
-                    "Leave it out, or use optim.lr_schedule=wsd."
+                    f"optim.{name}={values[name]} applies to adapters, but optim.train="
+                    f"{self.train} trains none. Leave it out, or use optim.train=lora."
+                )
+        unused = {"wsd": (), "constant": ("decay_fraction", "min_lr_fraction")}
+        for name in unused.get(self.lr_schedule, ("decay_fraction",)):
+            if name in changed:
+                raise ConfigError(
+                    f"optim.{name}={values[name]} has no effect: optim.lr_schedule="
+                    f"{self.lr_schedule}. Leave it out, or use optim.lr_schedule=wsd."
                 )
         if self.clip_norm == 0:
             raise ConfigError("optim.clip_norm=0 would erase every gradient. Use null for none.")
-
-    def _check_lora(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if self.train != "lora" and field.name.startswith("lora_") and value != field.default:
-                raise ConfigError(
-                    f"optim.{field.name}={value} applies to adapters, but optim.train={self.train} "
-                    "trains none. Leave it out, or use optim.train=lora."
-                )
 
 
 @dataclass

@@ -6,27 +6,18 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, Self, cast
 
-from ppctl.config.field_checks import (
-    Count,
-    Positive,
-    above_zero,
-    at_least,
-    choice,
-    domains,
-    settings_from,
-    within,
-)
+from ppctl.config import field_checks as checks
+from ppctl.config.field_checks import Count, FromOne, Positive, SomeShare
 from ppctl.errors import ConfigError
 
-Stretch = Annotated[float, partial(at_least, least=1)]
-Theta = Annotated[float, partial(at_least, least=1.0)]
+Theta = Annotated[float, partial(checks.at_least, least=1.0)]
 
 
 @dataclass(frozen=True)
 class Linear:
     """Scaling that stretches all wavelengths by `factor` (Chen et al. 2023)."""
 
-    factor: Stretch
+    factor: FromOne
 
 
 @dataclass(frozen=True)
@@ -37,7 +28,7 @@ class Llama3:
     original_max_position_embeddings/high_freq_factor are unchanged. Those between are mixed.
     """
 
-    factor: Stretch
+    factor: FromOne
     original_max_position_embeddings: Count  # tokens of a sequence without the stretch
     low_freq_factor: Positive = 1.0
     high_freq_factor: Positive = 4.0
@@ -52,7 +43,7 @@ class Yarn:
     attention_factor; None: 1 + log(factor)/10.
     """
 
-    factor: Stretch
+    factor: FromOne
     original_max_position_embeddings: Count
     beta_fast: Positive = 32.0
     beta_slow: Positive = 1.0
@@ -82,7 +73,7 @@ class Rope:
     # {rope_type: linear | llama3 | yarn, factor: 8, ...}, as in config.json
     scaling: Any = field(default=None, hash=False)
     # share of a head's width, its first dims, that is rotated; the others have no position
-    fraction: Annotated[float, above_zero, within] = 1.0
+    fraction: SomeShare = 1.0
 
     @property
     def record(self) -> Scaling | None:
@@ -95,9 +86,10 @@ class Rope:
             raise ConfigError(f"model.rope.scaling={scaling} is not a mapping, such as {example}.")
         values = cast("Mapping[str, Any]", scaling)
         kind = values.get("rope_type")
-        choice("model.rope.scaling.rope_type", "null" if kind is None else kind, tuple(SCALINGS))
+        kind = "null" if kind is None else kind
+        checks.choice("model.rope.scaling.rope_type", kind, tuple(SCALINGS))
         values = {key: value for key, value in values.items() if key != "rope_type"}
-        return settings_from(SCALINGS[str(kind)], values, "model.rope.scaling")
+        return checks.settings_from(SCALINGS[str(kind)], values, "model.rope.scaling")
 
     @property
     def of_windows(self) -> Self:
@@ -109,7 +101,7 @@ class Rope:
     def check(self) -> None:
         if self.record is None:
             return
-        domains("model.rope.scaling", self.record)
+        checks.domains("model.rope.scaling", self.record)
         values = vars(self.record)
         for low, high in BELOW.items():
             if low in values and values[low] >= values[high]:

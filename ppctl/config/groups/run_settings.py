@@ -3,20 +3,10 @@
 import re
 import shlex
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated, ClassVar
 
-from ppctl.config.field_checks import (
-    Count,
-    Natural,
-    PathCheck,
-    Settings,
-    SomePath,
-    above_zero,
-    at_least,
-    one_of,
-    within,
-)
+from ppctl.config import field_checks as checks
+from ppctl.config.field_checks import Count, FromOne, Natural, PathCheck, Settings, SomePath
 from ppctl.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float64")
@@ -24,7 +14,7 @@ DTYPES = ("float32", "bfloat16", "float64")
 
 def _resume(key: str, value: str) -> None:
     if not re.fullmatch(r"[1-9]\d{0,11}", value):
-        one_of("auto", "must", "never", "STEP")(key, value)
+        checks.one_of("auto", "must", "never", "STEP")(key, value)
 
 
 def _command(key: str, value: str) -> None:
@@ -47,7 +37,7 @@ class Checkpoint:
     keep: Count = 3  # newest checkpoints kept
     keep_every: Count | None = None  # steps between permanent checkpoints; None: no permanent ones
     # action at a failed save: stop training | continue, and try again at the next save
-    on_failure: Annotated[str, one_of("stop", "continue")] = "stop"
+    on_failure: Annotated[str, checks.one_of("stop", "continue")] = "stop"
 
 
 @dataclass
@@ -59,11 +49,11 @@ class Run(Settings):
     num_steps: Count = 200  # optimizer steps
     seed: Natural = 0  # seed of initial weights and data order
     # dtype of compute: float32 | bfloat16 | float64; None: by the devices, float64 to verify
-    dtype: Annotated[str, one_of(*DTYPES)] | None = None
+    dtype: Annotated[str, checks.one_of(*DTYPES)] | None = None
     # devices: cpu | cuda | tpu; None: JAX chooses
-    platform: Annotated[str, one_of("cpu", "cuda", "tpu")] | None = None
+    platform: Annotated[str, checks.one_of("cpu", "cuda", "tpu")] | None = None
     # share of a GPU's memory that JAX preallocates; None: JAX's default, 0.75
-    memory_fraction: Annotated[float, above_zero, within] | None = None
+    memory_fraction: checks.SomeShare | None = None
     # directory of compiled programs; auto: ~/.cache/ppctl; None: not kept
     compilation_cache: Annotated[str, PathCheck("auto")] | None = "auto"
     # auto: resume from any checkpoint | must: fail without one | never: fail with one | STEP
@@ -71,9 +61,9 @@ class Run(Settings):
     # run directory with the initial parameters, such as the output of `ppctl import`
     start_from: SomePath | None = None
     # same: fail if the checkpoint's model is another function | changed: resume anyway
-    resume_with: Annotated[str, one_of("same", "changed")] = "same"
+    resume_with: Annotated[str, checks.one_of("same", "changed")] = "same"
     # action at gradients that are not finite: stop | skip (no update; names the examples)
-    on_nonfinite: Annotated[str, one_of("stop", "skip")] = "stop"
+    on_nonfinite: Annotated[str, checks.one_of("stop", "skip")] = "stop"
     # skipped steps in a row after which on_nonfinite=skip saves and stops
     max_skipped: Count = 10
     log_every: Count = 10  # steps between lines on the terminal; metrics.jsonl has every step
@@ -82,13 +72,13 @@ class Run(Settings):
     # batches of an evaluation; None: 4, or all that are held out
     eval_batches: Count | None = None
     # trackers of metrics: tensorboard, wandb, mlflow
-    trackers: list[Annotated[str, one_of("tensorboard", "wandb", "mlflow")]] = field(
+    trackers: list[Annotated[str, checks.one_of("tensorboard", "wandb", "mlflow")]] = field(
         default_factory=lambda: ["tensorboard"]
     )
     profile: str | None = None  # traced steps: N (and the next one), or FIRST-LAST
     timeline: bool = False  # measure the tasks of one step (executor=mpmd): run.dir/timeline/
     # off: one process | explicit: several, by the settings below | auto: by Slurm, ...
-    distributed: Annotated[str, one_of("off", "auto", "explicit")] = "off"
+    distributed: Annotated[str, checks.one_of("off", "auto", "explicit")] = "off"
     coordinator: str | None = None  # HOST:PORT where process 0 listens and all others find it
     num_processes: Count | None = None  # processes of the whole run
     process_id: Natural | None = None  # 0..num_processes-1; process 0 prints and records
@@ -96,10 +86,9 @@ class Run(Settings):
     on_event: Annotated[str, _command] | None = None
     heartbeat_s: Count = 30  # seconds of silence after which a process is lost and the run ends
     # seconds without progress before the slow process is named
-    slow_after_s: Annotated[float, partial(at_least, least=1)] = 60.0
+    slow_after_s: FromOne = 60.0
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
-    KEY = "run"
     EVAL_BATCHES: ClassVar[int] = 4  # evaluation batches by default, if enough are held out
 
     def check(self) -> None:

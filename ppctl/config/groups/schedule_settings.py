@@ -6,22 +6,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
-from ppctl.config.field_checks import (
-    Count,
-    Natural,
-    Positive,
-    Settings,
-    SomePath,
-    at_least,
-    one_of,
-    up_to,
-    within,
-)
+from ppctl.config import field_checks as checks
+from ppctl.config.field_checks import Count, FromOne, Natural, Positive, Settings, SomePath
 from ppctl.errors import ConfigError
 from ppctl.schedule.costs import OF_STAGES, check_cost, check_work
 
 VOCAB = ("whole", "parallel")
-MaxChunks = Annotated[int, up_to(64, "each number of chunks is searched")]
+MaxChunks = Annotated[int, checks.up_to(64, "each number of chunks is searched")]
 
 
 @dataclass
@@ -31,9 +22,8 @@ class Schedule(Settings):
     name: str = "gpipe"
     num_microbatches: Count = 8  # microbatches per step of each data-parallel replica
     # embedding and head: whole, on the first and the last stage | parallel, a part on each rank
-    vocab: Annotated[str, one_of(*VOCAB)] = "whole"
+    vocab: Annotated[str, checks.one_of(*VOCAB)] = "whole"
 
-    KEY = "schedule"
     VOCAB: ClassVar[tuple[str, ...]] = VOCAB
     KNOBS: ClassVar[tuple[str, ...]] = ("num_chunks", "num_waves", "warmup_hops")
 
@@ -48,7 +38,7 @@ class Eager1F1B(Schedule):
 
     name: str = "eager_1f1b"
     # forwards per later rank: from 1 (1F1B, fewest activations) to 2 (hides transfers)
-    warmup_hops: Annotated[float, partial(within, least=1, most=2)] = 2.0
+    warmup_hops: Annotated[float, partial(checks.within, least=1, most=2)] = 2.0
 
 
 @dataclass
@@ -57,7 +47,7 @@ class Chunked(Schedule):
 
     name: str = "looped_bfs"
     # stages a rank
-    num_chunks: Annotated[int, up_to(1024, "each is a stage, with a layer at least")] = 2
+    num_chunks: Annotated[int, checks.up_to(1024, "each is a stage, with a layer at least")] = 2
 
 
 @dataclass
@@ -73,7 +63,7 @@ class Hanayo(Schedule):
 
     name: str = "hanayo"
     # waves: each goes down the ranks and back up
-    num_waves: Annotated[int, up_to(512, "each is two stages of a rank")] = 1
+    num_waves: Annotated[int, checks.up_to(512, "each is two stages of a rank")] = 1
 
 
 @dataclass
@@ -126,9 +116,8 @@ class Costs(Settings):
     activation_gib: CostGib = 0.0  # residuals of a forward through 1/p of the layers
     fixed_gib: CostGib = 0.0  # parameters, optimizer and gradient sums of 1/p of the layers
     # rows of experts on the most loaded device, over the mean; read by predictions for a model only
-    expert_imbalance: Annotated[float, partial(at_least, least=1)] = 1.0
+    expert_imbalance: FromOne = 1.0
 
-    KEY = "costs"
     OF_MODELS: ClassVar[str] = "expert_imbalance"  # read by all commands but `ppctl schedule`
 
     def check(self) -> None:
