@@ -113,6 +113,15 @@ class DataError(PpctlError):
     kind = "data"
 
 
+@contextmanager
+def os_errors(what: str, remedy: str = "") -> Iterator[None]:
+    """Raise a ConfigError for an OSError in the body: `what`, the system's reason, the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{what}: {error.strerror}. {remedy}".rstrip()) from error
+
+
 def missing_package(what: str, package: str, extra: str) -> DataError:
     """Return the error for a feature, `what`, whose optional package is not installed.
 

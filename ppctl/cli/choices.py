@@ -13,7 +13,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import PurePath
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 from ppctl.config import Config, Costs, Inspect, Launch, Mesh, Plan, Run, Tune, Verify, groups
 from ppctl.config.changed_settings import shown
@@ -78,12 +78,9 @@ def default_option(group: str) -> str:
 def schemas() -> dict[str, type]:
     """Return the classes of settings by lower-case name, the NAME of /schema_NAME in conf/."""
     modules = (module for _, module in inspect.getmembers(groups, inspect.ismodule))
-    found = (cls for module in modules for cls in vars(module).values() if _is_settings(cls))
+    classes = (cls for module in modules for cls in vars(module).values() if inspect.isclass(cls))
+    found = (cls for cls in classes if issubclass(cls, Settings) and cls is not Settings)
     return {cls.__name__.lower(): cls for cls in found}
-
-
-def _is_settings(value: object) -> TypeGuard[type[Settings]]:
-    return isinstance(value, type) and issubclass(value, Settings) and value is not Settings
 
 
 def schema_of(group: str, option: str) -> type:
@@ -146,13 +143,10 @@ def all_settings() -> dict[str, Setting]:
     If several options have a key, the first one's setting is returned. The default option is
     first.
     """
-    found: dict[str, Setting] = {}
-    for part, cls in PLAIN.items():
-        found |= settings_of(part, cls)
+    classes = [*PLAIN.items()]
     for part in PARTS:
-        for option in reversed(options(part)):
-            found |= settings_of(part, schema_of(part, option))
-    return found
+        classes += ((part, schema_of(part, option)) for option in reversed(options(part)))
+    return {key: each for part in classes for key, each in settings_of(*part).items()}
 
 
 # --- messages -----------------------------------------------------------------------------------
@@ -161,9 +155,8 @@ def all_settings() -> dict[str, Setting]:
 def did_you_mean(word: str, names: Iterable[str], before: str = "") -> str:
     """Return ' Did you mean ...?' for `word`, or '' if none of `names` is similar.
 
-    The suggestions: schedule families that papers or other tools call `word`, else the nearest
-    name.
-    before: prefix of each suggested name.
+    The suggestions are schedule families that papers or other tools call `word`, else the nearest
+    name. before: prefix of each suggested name.
 
     >>> did_you_mean("trian", ["train", "verify"])
     ' Did you mean train?'
@@ -214,9 +207,8 @@ def _is_typo(word: str, name: str) -> bool:
     (True, False)
     """
     alike = difflib.SequenceMatcher(None, word, name).ratio() >= 0.75
-    version = re.compile(r"\D*\d+")  # up to the first number: gemma4 is not gemma3
-    found = version.match(word)
-    is_same = found is None or name.startswith(found[0])
+    version = re.match(r"\D*\d+", word)  # up to the first number: gemma4 is not gemma3
+    is_same = version is None or name.startswith(version[0])
     return name.startswith(word) or (alike and is_same)
 
 
@@ -260,8 +252,8 @@ def part_of(key: str, parts: Iterable[str]) -> str | None:
 
 def _alike(key: str, known: Iterable[str]) -> str:
     """Return ' Did you mean ...?' with a setting whose last word is like `key`'s, else ''."""
-    last = lambda names: {name.rpartition(".")[2]: name for name in names}  # noqa: E731
-    bad, own, others = key.rpartition(".")[2], last(known), last(all_settings())
+    bad, groups = key.rpartition(".")[2], (known, all_settings())
+    own, others = ({name.rpartition(".")[2]: name for name in names} for names in groups)
     found = [bad] * (bad in others) or nearest(bad, own, 0.5) or nearest(bad, others, cutoff=0.75)
     return suggested([(own | others)[name] for name in found[:1]])
 

@@ -1,27 +1,34 @@
-"""Parsers for the options of commands (not GROUP=OPTION, SETTING=VALUE), and the help texts."""
+"""The commands, the parsers for their options (not GROUP=OPTION, SETTING=VALUE), and the help."""
 
 import argparse
 import textwrap
 from collections.abc import Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
 from ppctl.cli import choices
-from ppctl.cli.choices import (
-    PARTS,
-    PLAIN,
-    SWEEP_PARTS,
-    default_option,
-    did_you_mean,
-    options,
-    schema_of,
-    settings_of,
-)
-from ppctl.cli.command_names import COMMANDS
 from ppctl.config.changed_settings import shown
 from ppctl.errors import ConfigError
 from ppctl.schedule.axis_table import MESH_AXES
 
+# in the order of `ppctl --help`
+COMPOSED = ("train", "verify", "doctor", "plan", "rehearse", "tune", "inspect", "bench")
+OTHERS = (
+    *("schedule", "tokenize", "import", "export", "generate", "evaluate"),
+    *("runs", "stop", "report", "examples", "init"),
+)
+
+
+def about(name: str) -> str:
+    """Return the help of a command, from the first line of its file."""
+    with (Path(__file__).parent / "commands" / f"{name}.py").open(encoding="utf-8") as file:
+        head, _, text = file.readline().partition("`: ")
+    assert head == f'"""`ppctl {name}', f"{name}.py does not open with its help"
+    return text.rstrip().removesuffix('"""').removesuffix(".")
+
+
+COMMANDS = {name: about(name) for name in (*COMPOSED, *OTHERS)}
 APPLIES_TO = {  # commands that read a part or setting; all commands read the unlisted ones
     "hardware": ("train", "plan", "rehearse", "tune", "doctor"),
     "launch": ("train", "doctor"),
@@ -206,13 +213,16 @@ class Parser(argparse.ArgumentParser):
         self._refuse([name for name in names if name not in known], known)
         options, unknown = self.parse_known_intermixed_args(words)
         self._refuse(unknown, known)
+        config_dir = None if options.help else getattr(options, "config_dir", None)
+        if config_dir is not None and not Path(config_dir).is_dir():
+            raise ConfigError(f"--config-dir {config_dir}: there is no such directory.")
         return options
 
     def _refuse(self, unknown: Sequence[str], known: Sequence[str]) -> None:
         for bad in (word.partition("=")[0] for word in unknown):
             if not bad.startswith("-"):
                 raise ConfigError(f"{bad} is one word too many. Leave it out.")
-            near = did_you_mean(bad, known)
+            near = choices.did_you_mean(bad, known)
             if bad == "--out" and (use := OUTPUTS.get(self.prog)):
                 near = f" Use {use}."
             raise ConfigError(f"{bad} is not an option.{near} ({', '.join(known)})")
@@ -289,10 +299,10 @@ def _is_for(command: str, key: str) -> bool:
 def _options_text(group: str) -> str:
     if group == "mesh":
         abouts = " x ".join(axis.about.partition(";")[0] for axis in MESH_AXES)
-        return f"{default_option('mesh')} | any {choices.MESH_TEXT}: {abouts}"
+        return f"{choices.default_option('mesh')} | any {choices.MESH_TEXT}: {abouts}"
     if group == "recipes":
-        return ", ".join(options(group)) + " (complete runs)"
-    return " | ".join(options(group))
+        return ", ".join(choices.options(group)) + " (complete runs)"
+    return " | ".join(choices.options(group))
 
 
 def _part_help(command: str, word: str, shows_all: bool) -> str:
@@ -300,20 +310,22 @@ def _part_help(command: str, word: str, shows_all: bool) -> str:
     see = None if shows_all else f"ppctl {command} --help {word} --all"
     # 1. the part, and its options
     key, _, option = word.replace("hydra/", "hydra.").partition("=")
-    parts = (*PARTS, *PLAIN, *SWEEP_PARTS)
+    parts = (*choices.PARTS, *choices.PLAIN, *choices.SWEEP_PARTS)
     part = choices.part_of(key, parts)
     if part is None:
         raise ConfigError(f"{key} is not a part with settings.{choices.did_you_mean(key, parts)}")
-    if part in PLAIN:
-        cls = PLAIN[part]
+    if part in choices.PLAIN:
+        cls = choices.PLAIN[part]
         return f"{part}: {cls.__doc__}\n{_settings_text(part, cls, see)}"
-    names = [option or default_option(part)] if option or part == "mesh" else options(part)
-    if part != "mesh" and not set(names) <= set(options(part)):
-        raise ConfigError(choices.wrong_option(part, option, options(part)))
+    names = shipped = choices.options(part)
+    if option or part == "mesh":
+        names = [option or choices.default_option(part)]
+    if part != "mesh" and not set(names) <= set(shipped):
+        raise ConfigError(choices.wrong_option(part, option, shipped))
     # 2. its settings; options of the same dataclass are listed together
     alike: dict[type, list[str]] = {}
     for name in names:
-        alike.setdefault(schema_of(part, name), []).append(name)
+        alike.setdefault(choices.schema_of(part, name), []).append(name)
     group = part.replace(".", "/")
     return "\n\n".join(
         _wrapped(f"{group}={', '.join(same)}: {cls.__doc__}", 4)
@@ -324,7 +336,7 @@ def _part_help(command: str, word: str, shows_all: bool) -> str:
 
 def _settings_text(part: str, cls: type, see: str | None) -> str:
     """Return the table of a part's settings. see: command that shows those left out; None: all."""
-    settings = [*settings_of(part, cls).values()]
+    settings = [*choices.settings_of(part, cls).values()]
     shown_ones = [each for each in settings if see is None or not each.describes]
     table, hidden = setting_table(shown_ones), len(settings) - len(shown_ones)
     if not hidden:

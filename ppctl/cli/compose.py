@@ -54,11 +54,7 @@ class Composed(NamedTuple):
 def compose(overrides: list[str], config_dir: str | None = None) -> Config:
     """Return the checked config of a request. ConfigError for any fault."""
     with composing(overrides, config_dir) as loader:
-        return checked(
-            without_hydra(
-                loader.load_configuration(CONFIG, [*map(as_typed, overrides)], RunMode.RUN)
-            )
-        )
+        return checked(_composed(loader, overrides))
 
 
 def compose_drawing(overrides: list[str], config_dir: str | None = None) -> ScheduleConfig:
@@ -68,13 +64,14 @@ def compose_drawing(overrides: list[str], config_dir: str | None = None) -> Sche
     incomplete.
     """
     with composing(overrides, config_dir, drawing=True) as loader:
-        composed = without_hydra(
-            loader.load_configuration(CONFIG, [*map(as_typed, overrides)], RunMode.RUN)
-        )
-        parts = _parts(composed, DRAWN)
-    config = ScheduleConfig(parts["mesh"], parts["schedule"], parts["costs"])
+        config = ScheduleConfig(**_parts(_composed(loader, overrides), DRAWN))
     config.check()
     return config
+
+
+def _composed(loader: ConfigLoader, overrides: list[str]) -> Composed:
+    words = [*map(as_typed, overrides)]
+    return without_hydra(loader.load_configuration(CONFIG, words, RunMode.RUN))
 
 
 def checked(composed: Composed) -> Config:
@@ -203,10 +200,9 @@ def _config_schema() -> type:
 
     A part with options may hold any class and has no default: a missing choice is an error.
     """
-    parts: list[tuple[str, Any, Any]] = []
-    for name, hint in typing.get_type_hints(Config).items():
-        if name in PARTS:
-            parts.append((name, Any, dataclasses.field(default=MISSING)))
-        else:
-            parts.append((name, hint, dataclasses.field(default_factory=hint)))
+    field = dataclasses.field
+    parts = [
+        (n, Any, field(default=MISSING)) if n in PARTS else (n, hint, field(default_factory=hint))
+        for n, hint in typing.get_type_hints(Config).items()
+    ]
     return dataclasses.make_dataclass("Config", parts)

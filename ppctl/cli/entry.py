@@ -22,27 +22,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import import_module
-from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from ppctl import errors
+from ppctl.cli import command_options
 from ppctl.cli.choices import PARTS, default_option, did_you_mean, request_words
-from ppctl.cli.command_names import COMMANDS, COMPOSED, OTHERS
-from ppctl.cli.command_options import APPLIES_TO, command_help, overview, parse
+from ppctl.cli.command_options import APPLIES_TO, COMMANDS, COMPOSED, command_help, parse
 from ppctl.cli.resume_command import started_with
 from ppctl.config import Config
-from ppctl.errors import (
-    BUG,
-    INTERRUPTED,
-    OUTPUT,
-    ConfigError,
-    ElsewhereError,
-    PpctlError,
-    as_setting,
-    error_document,
-    one_line,
-    written_as,
-)
+from ppctl.errors import INTERRUPTED, ConfigError, one_line
 from ppctl.launch.local_processes import launch, leave_error
 from ppctl.launch.supervisor import end_with_starter
 from ppctl.schedule.families.registry import build
@@ -55,20 +44,22 @@ OF_SEVERAL_PROCESSES = ("train", "doctor")  # commands that may run in several p
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line `argv` (default: sys.argv[1:]) and return its exit code."""
-    argv = sys.argv[1:] if argv is None else argv
+    argv, directory = sys.argv[1:] if argv is None else argv, None
     try:
-        if not _has_directory():
+        with suppress(FileNotFoundError):
+            directory = os.getcwd()
+        if directory is None:
             raise ConfigError("the current directory was removed. Go to another one.")
-        with written_as(as_setting):
+        with errors.written_as(errors.as_setting):
             code = _serve(argv)
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # `ppctl ... | head`: the reader has closed the pipe
         _drop_output()
         return 128 + signal.SIGPIPE
-    except ElsewhereError as error:
+    except errors.ElsewhereError as error:
         return error.exit_code
-    except PpctlError as error:
+    except errors.PpctlError as error:
         from ppctl.reports.foreign_files import printable  # the message may quote foreign files
 
         show_error(error.kind, printable(one_line(error)), argv)
@@ -80,12 +71,6 @@ def main(argv: list[str] | None = None) -> int:
         return _show_unexpected(error, argv)
 
 
-def _has_directory() -> bool:
-    with suppress(FileNotFoundError):
-        return bool(os.getcwd())
-    return False
-
-
 def _show_unexpected(error: Exception, argv: list[str]) -> int:
     """Print an unexpected error; return its exit code.
 
@@ -93,7 +78,8 @@ def _show_unexpected(error: Exception, argv: list[str]) -> int:
     """
     is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None
     if is_full and _drop_unwritable():
-        show_error(OUTPUT, f"the output cannot be written: {os.strerror(errno.ENOSPC)}.", argv)
+        why = f"the output cannot be written: {os.strerror(errno.ENOSPC)}."
+        show_error(errors.OUTPUT, why, argv)
         return 1
     if isinstance(error, PermissionError) and error.filename is not None:
         remedy = "Change its permissions, or those of its directory."
@@ -102,7 +88,7 @@ def _show_unexpected(error: Exception, argv: list[str]) -> int:
     traceback.print_exc()
     what = f"{type(error).__name__}: {one_line(error)}"
     report = f"Please report it with the lines above and: ppctl {' '.join(argv)}"
-    show_error(BUG, f"this is a bug in ppctl, not in your request: {what}. {report}", argv)
+    show_error(errors.BUG, f"this is a bug in ppctl, not in your request: {what}. {report}", argv)
     return 1
 
 
@@ -173,13 +159,13 @@ def _end_at_once(number: int, frame: FrameType | None) -> None:
 def _serve(argv: list[str]) -> int:
     """Run a command line and return its exit code; errors are raised, not printed."""
     if not argv or argv[0] in ("-h", "--help", "help"):
-        print(overview())
+        print(command_options.overview())
         return 0
     command, *words = argv
     if command == "--version":
         print(f"ppctl {importlib.metadata.version('ppctl')}")
         return 0
-    if command in OTHERS:
+    if command in command_options.OTHERS:
         module = import_module(f"ppctl.cli.commands.{command}")
         parser = module.parser()
         if {"-h", "--help"} & {*words}:
@@ -201,8 +187,6 @@ def _serve_composed(command: str, options: Namespace) -> int:
     if options.help:
         print(command_help(command, options.overrides, shows_all=options.all))
         return 0
-    if options.config_dir is not None and not Path(options.config_dir).is_dir():
-        raise ConfigError(f"--config-dir {options.config_dir}: there is no such directory.")
     # 2. the config, or the sweep
     import yaml
 
@@ -274,7 +258,7 @@ def show_error(kind: str, message: str, words: Sequence[str], *, in_handler: boo
     a signal handler, which may have interrupted a write to Python's streams.
     """
     _print(2, f"ppctl: {message}\n", in_handler=in_handler)
-    document = error_document(kind, message)
+    document = errors.error_document(kind, message)
     if not leave_error(document) and "--json" in words:
         with suppress(OSError):  # closed pipe, or full disk
             _print(1, json.dumps(document) + "\n", in_handler=in_handler)

@@ -12,15 +12,7 @@ from omegaconf import errors as omegaconf_errors
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ppctl.cli import choices
-from ppctl.cli.choices import (
-    GROUPS,
-    PARTS,
-    SWEEP_PARTS,
-    options,
-    part_of,
-    unknown_key,
-    wrong_option,
-)
+from ppctl.cli.choices import GROUPS, PARTS, SWEEP_PARTS, options, part_of, wrong_option
 from ppctl.cli.text_settings import as_typed
 from ppctl.config import Costs, Mesh
 from ppctl.config.changed_settings import shown
@@ -123,7 +115,7 @@ def check_keys(cfg: DictConfig) -> None:
         for key in node:
             path = f"{prefix}.{key}".lstrip(".")
             if key not in names:
-                raise ConfigError(unknown_key(path, _chosen(cfg)))
+                raise ConfigError(choices.unknown_key(path, _chosen(cfg)))
             if not OmegaConf.is_missing(node, key) and isinstance(node[key], DictConfig):
                 walk(node[key], path)
 
@@ -179,7 +171,7 @@ def _explain_key(error: OmegaConfBaseException, key: str, parsed: list[Override]
         return _explain_part(error, key) + _origin("data.parts", parsed)
     chosen = _chosen(error.parent_node._get_root()) if error.parent_node is not None else {}
     if isinstance(error, UNKNOWN_KEY):
-        return unknown_key(key, chosen) + _origin(key, parsed)
+        return choices.unknown_key(key, chosen) + _origin(key, parsed)
     if isinstance(error, MissingMandatoryValue):
         part = key.split(".")[0]
         return f"{key} has no value. {part}={chosen[part][0]} needs one: add {key}=..."

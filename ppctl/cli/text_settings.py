@@ -24,7 +24,7 @@ from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 
 from ppctl.cli.choices import GROUPS, SWEEP_PARTS, default_option, options, schema_of, schemas
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, os_errors
 from ppctl.user_files import read_text
 
 MOST_BYTES = 2**20  # maximum bytes of a settings file
@@ -43,11 +43,9 @@ def text_settings() -> frozenset[str]:
     >>> [key in text_settings() for key in ("run.name", "data.parts.path", "optim.lr")]
     [True, True, False]
     """
-    classes = [
-        *schemas().values(),
-        *(each for part in SWEEP_PARTS.values() for each in part.values()),
-    ]
-    keys = (key for cls in classes if hasattr(cls, "KEY") for key in _texts(cls.KEY, cls))
+    of_sweeps = (each for part in SWEEP_PARTS.values() for each in part.values())
+    classes = [*schemas().values(), *of_sweeps]
+    keys = (key for cls in classes if hasattr(cls, "prefix") for key in _texts(cls.prefix, cls))
     return frozenset({*GROUPS, *keys})
 
 
@@ -123,10 +121,8 @@ class TextSource(FileConfigSource):
 
     def load_config(self, config_path: str) -> ConfigResult:
         path = Path(self.path, self._normalize_file_name(config_path))
-        try:
+        with os_errors(f"{path} cannot be read"):
             text = read_text(path, MOST_BYTES)
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
         header, stream = self._get_header_dict(text), io.StringIO(text)
         stream.name = str(path)  # file name in errors
         # check the size before anything is expanded, which takes time and memory
@@ -152,10 +148,8 @@ def _drop_replaced(recipe: Any, chosen: Mapping[str, str]) -> None:
         own, shipped = named.get(group, default_option(group)), options(group)
         if group not in recipe or own == option or not {own, option} <= {*shipped}:
             continue
-        replaced, kept = (
-            {each.name for each in dataclasses.fields(schema_of(group, name))}
-            for name in (own, option)
-        )
+        fields = (dataclasses.fields(schema_of(group, name)) for name in (own, option))
+        replaced, kept = ({each.name for each in one} for one in fields)
         for name in (replaced - kept) & {*recipe[group]}:
             del recipe[group][name]
 
@@ -184,10 +178,8 @@ def _num_interpolated(text: str) -> int:
 def _take_texts(config: Any, node: yaml.Node | None, key: str) -> None:
     """Replace numbers and booleans in text settings of `config` by their text in the file."""
     if isinstance(node, yaml.MappingNode):
-        entries = [
-            (name.value, each, f"{key}.{name.value}".lstrip(".")) for name, each in node.value
-        ]
-        entries = [each for each in entries if each[0] in config]
+        pairs = [(name.value, each) for name, each in node.value if name.value in config]
+        entries = [(name, each, f"{key}.{name}".lstrip(".")) for name, each in pairs]
     elif isinstance(node, yaml.SequenceNode):
         entries = [(index, each, key) for index, each in enumerate(node.value)]
     else:

@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from ppctl.cli.command_names import COMPOSED
+from ppctl.cli.command_options import COMPOSED
 from ppctl.config import Config
 
 

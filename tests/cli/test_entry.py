@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ppctl import cli
-from ppctl.cli.command_names import COMPOSED
+from ppctl.cli.command_options import COMPOSED
 from ppctl.config import Config, Interleaved
 from ppctl.errors import CheckpointError, NonFiniteError
 

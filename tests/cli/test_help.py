@@ -9,8 +9,7 @@ import pytest
 
 from ppctl import cli
 from ppctl.cli.choices import all_settings, settings_of
-from ppctl.cli.command_names import COMMANDS, COMPOSED
-from ppctl.cli.command_options import MOST_USED
+from ppctl.cli.command_options import COMMANDS, COMPOSED, MOST_USED
 
 pytestmark = pytest.mark.usefixtures("in_empty_directory")
 

@@ -16,7 +16,7 @@ import pytest
 from support.environment import BY_USER
 
 from ppctl import cli, errors
-from ppctl.cli.command_names import COMMANDS, COMPOSED
+from ppctl.cli.command_options import COMMANDS, COMPOSED
 from ppctl.cli.entry import show_error
 from ppctl.errors import PpctlError, error_document
 from ppctl.launch.local_processes import ERROR_FILE, error_of

@@ -81,8 +81,6 @@ def serve(args: argparse.Namespace) -> int:
     if args == parser().read([]):  # neither words nor options
         parser().print_help()
         return 0
-    if args.config_dir is not None and not Path(args.config_dir).is_dir():
-        raise ConfigError(f"--config-dir {args.config_dir}: there is no such directory.")
     subcommand, *rest = args.words or [""]
     if subcommand not in SUBCOMMANDS:
         what = f"{subcommand} is not a subcommand of `ppctl schedule`"
