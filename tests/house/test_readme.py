@@ -43,6 +43,7 @@ OTHER_COMMANDS = {  # they compose no whole config
     )
 }
 SLOW = (
+    "docs/experts.md",
     "docs/models.md",
     "docs/quickstart.md",
 )  # README.md, docs/api.md and other tests run the same code

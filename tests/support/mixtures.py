@@ -101,8 +101,9 @@ def mlp(w, x):
 def documents_of(inputs):
     """The number of each token's document in its sequence; -1 for padding."""
     starts = jnp.cumsum(inputs < 0, 1)
-    is_padding = [((starts == d) & (inputs == PADDING)).any(1) for d in range(TOKENS + 1)]
-    return jnp.where(jnp.take_along_axis(jnp.stack(is_padding, 1), starts, 1), -1, starts)
+    is_in = starts[:, None] == jnp.arange(TOKENS + 1)[:, None]
+    is_padding = (is_in & (inputs == PADDING)[:, None]).any(2)
+    return jnp.where(jnp.take_along_axis(is_padding, starts, 1), -1, starts)
 
 
 def mixture(w, x_BTD, documents_BT, moe):
@@ -128,12 +129,11 @@ def mixture(w, x_BTD, documents_BT, moe):
         gate = w["shared_gate"]["kernel"] if "shared_gate" in w else None
         y = y + (shared if gate is None else shared * jax.nn.sigmoid(x_BTD @ gate))
     # 3. losses: of each document of each sequence, times its tokens; of each token
-    shares, balance = of_all / of_all.sum(-1, keepdims=True), 0.0
-    for d in range(TOKENS + 1):
-        is_in = (documents_BT == d)[..., None]
-        num_tokens = jnp.maximum(is_in.sum(1), 1)
-        f = num_experts / (top_k * num_tokens) * (chosen * is_in).sum(1)
-        balance += (num_tokens * f * (shares * is_in).sum(1) / num_tokens).sum()
+    shares = of_all / of_all.sum(-1, keepdims=True)
+    is_in = (documents_BT == jnp.arange(TOKENS + 1)[:, None, None])[..., None]
+    num_tokens = jnp.maximum(is_in.sum(2), 1)
+    f = num_experts / (top_k * num_tokens) * (chosen * is_in).sum(2)
+    balance = (num_tokens * f * (shares * is_in).sum(2) / num_tokens).sum()
     is_real = documents_BT >= 0
     z = jnp.square(jax.nn.logsumexp(logits, -1)) * is_real
     losses = {"balance_loss": moe["balance_loss"] * balance, "z_loss": moe["z_loss"] * z.sum()}
@@ -176,17 +176,24 @@ OPTIMIZER, CLIP_NORM = optax.adamw(1e-2, weight_decay=0.1), 0.05
 def trained(written, params, batch):
     """(losses and norm of each step, gradients of the first with counts, parameters at the end)."""
     optimizer = optax.chain(optax.clip_by_global_norm(CLIP_NORM), OPTIMIZER)
-    step = jax.jit(jax.value_and_grad(written.losses, has_aux=True))
-    moments, metrics, first = optimizer.init(params), [], None
-    for _ in range(STEPS):
-        (_, (losses, counts)), grads = step(params, batch)  # the choice has no gradient
+    rate = written.moe.get("bias_update", 0)
+
+    @jax.jit
+    def step(params, moments):
+        of = jax.value_and_grad(written.losses, has_aux=True)
+        (_, (losses, counts)), grads = of(params, batch)  # the choice has no gradient
         numbers = {"grad_norm": optax.tree.norm(grads), "counts": {"router/bias": counts}}
-        metrics.append(losses | numbers)
-        first = first or set_bias(grads, counts)
-        old, rate = params["layers"]["router"]["bias"], written.moe.get("bias_update", 0)
         updates, moments = optimizer.update(grads, moments, params)
+        old = params["layers"]["router"]["bias"]
         bias = old + rate * jnp.sign(counts.mean(-1, keepdims=True) - counts)
         params = set_bias(optax.apply_updates(params, updates), bias)
+        return losses | numbers, set_bias(grads, counts), params, moments
+
+    moments, metrics, first = optimizer.init(params), [], None
+    for _ in range(STEPS):
+        measured, grads, params, moments = step(params, moments)
+        metrics.append(measured)
+        first = first or grads
     return metrics, first, params
 
 
