@@ -153,7 +153,8 @@ def pipe_of(stack, mesh, schedule, **how):
 
 
 def state_of(pipe, params):
-    return pipe.from_natural(pipe.to_natural(pipe.init(seed=0)) | {"params": params})
+    optimizer = pipe.optimizer.init(params)
+    return pipe.from_natural({"params": params, "optimizer": optimizer, "step": jnp.int32(0)})
 
 
 @pytest.mark.full

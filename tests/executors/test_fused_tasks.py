@@ -48,7 +48,7 @@ def test_mixtures_equal_the_reference(mesh, how):
 
 
 DENSE = [
-    MpmdCase("dualpipe_v", (1, 2, 1), remat="none", model="tied swiglu", fuses=True),
+    MpmdCase("dualpipe_v", (1, 2, 1), num_layers=4, remat="none", model="tied swiglu", fuses=True),
     MpmdCase("interleaved", (1, 2, 2), remat="layer", model="mlp", fuses=True),
     MpmdCase("zb_v", (1, 2, 1), remat="full", model="mlp", fuses=True),
     MpmdCase("eager_1f1b", (2, 2, 1), remat="full", model="untied gelu", fuses=True),

@@ -11,7 +11,7 @@ from support.equality import make_pipe
 import ppctl
 from ppctl.executors.programs_under_way import MOST_STARTED, ProgramsUnderWay
 
-CALLS = 3 * MOST_STARTED
+CALLS = 2 * MOST_STARTED
 
 
 class Result:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.cases import make_params
 
 from ppctl.config.groups.moe_settings import Experts
 from ppctl.config.groups.rope_settings import Rope
@@ -62,7 +63,7 @@ def test_decoding_in_bfloat16_chooses_the_experts_of_the_whole_model():
     moe = Experts(num_experts=8, width=16, score="sigmoid", choice_bias=True)
     sizes = Architecture(**SIZES, moe=moe)
     stack = transformer(sizes, dtype=jnp.float32)
-    params = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), init(stack, 0))
+    params = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), jax.jit(lambda: init(stack, 0))())
     # like GLM-4.5's: near 7, with differences that bfloat16 lacks
     bias = 7 + jnp.linspace(0, 0.015, 16, dtype=jnp.float32).reshape(2, 8)
     params["layers"]["router"] = params["layers"]["router"] | {"bias": bias}
@@ -71,7 +72,7 @@ def test_decoding_in_bfloat16_chooses_the_experts_of_the_whole_model():
     reader = Decoder(make, params, jax.devices()[:1], 11, ((2, 12),) * 2, jnp.bfloat16)
     tokens = np.random.default_rng(0).integers(0, 40, (1, 11), np.int32)
     found, _ = reader.read(jnp.asarray(tokens), reader.empty(1), 0, jnp.zeros(1, jnp.int32))
-    expected = outputs_of(stack, dtype=jnp.bfloat16)(params, tokens)[:, -1]
+    expected = jax.jit(outputs_of(stack, dtype=jnp.bfloat16))(params, tokens)[:, -1]
     assert jnp.abs(found - expected).max() < 0.05
 
 
@@ -79,7 +80,7 @@ def test_decoding_in_bfloat16_chooses_the_experts_of_the_whole_model():
 def test_pieces_give_the_logits_of_the_whole(changes):
     sizes = SIZES | changes
     stack = transformer(Architecture(**sizes), dtype=jnp.float64)
-    params = init(stack, 0)
+    params = jax.tree.map(jnp.asarray, make_params(stack))
     tokens = np.random.default_rng(0).integers(0, 40, (2, 11), np.int32)
 
     def whole(tokens):
