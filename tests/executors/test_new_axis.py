@@ -31,7 +31,7 @@ def found(tmp_path_factory):
 
 def test_a_model_divided_over_a_new_axis_trains_like_the_whole_one(found):
     training = found["training"]
-    assert training["shard"] == [1, 1, 2, 8, 12 // 4]  # columns over xp and tp together
+    assert training["shard"] == [1, 1, 1, 8, 12 // 4]  # columns over xp and tp together
     assert max(training["spmd"], training["mpmd"]) < 1e-12
 
 

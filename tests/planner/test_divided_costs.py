@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
+from support.selection import full
 from support.steps import planned_step
 
 import ppctl
@@ -78,10 +79,15 @@ def test_a_block_sends_its_rows_twice_each_way_and_does_its_share_of_the_product
     )
     plain = work_of(model_of(StageAxes(tp=2, sequence_parallel=False)))
     assert sent(plain.layer.forward) == [("tp", "sum", rows)] * 2
-    ring, gathered = (work_of(model_of(StageAxes(cp=2, context=way))) for way in ("ring", "gather"))
-    kv = TOKENS / 2 * WIDTH * 4
-    assert sent(ring.layer.forward) == [("cp", "hop", kv)] * 2
-    assert sent(gathered.layer.forward) == [("cp", "gather", 2 * kv)] * 2
+
+
+@pytest.mark.parametrize(
+    ("context", "collective", "share"), [("ring", "hop", 1 / 2), full(("gather", "gather", 1))]
+)
+def test_a_block_of_a_divided_sequence_sends_its_keys_and_values(context, collective, share):
+    work = work_of(model_of(StageAxes(cp=2, context=context)))
+    rows = TOKENS * WIDTH * 4.0
+    assert sent(work.layer.forward) == [("cp", collective, share * rows)] * 2
 
 
 def test_sends_take_the_time_of_the_link_of_their_axis():

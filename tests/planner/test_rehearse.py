@@ -108,7 +108,7 @@ def test_rehearsed_tasks_of_a_rank_are_the_dispatched_ones(name):
         assert prepare in entries
 
 
-@pytest.mark.parametrize("name", full_except([*REQUESTS], "1f1b", "the vocabulary on all ranks"))
+@pytest.mark.parametrize("name", full_except([*REQUESTS], "the vocabulary on all ranks"))
 def test_every_task_runs_and_their_seconds_add_up_to_the_ranks(name):
     job = assemble(REQUESTS[name], on_one_device=True)
     parts = rehearse.rank_parts(job)

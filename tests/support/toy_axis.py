@@ -112,10 +112,10 @@ def unlike(found, expected):
 
 def differences():
     """How far training on meshes with xp is from the un-divided model; the shape of a shard."""
-    whole = model().with_options(divided=None)
+    whole = model(2).with_options(divided=None)
     expected = trained(whole, ppctl.mesh(), "reference")[:2]
-    mpmd = trained(model(), ppctl.mesh(pp=2, fsdp=2, xp=2), "mpmd", remat="layer")
-    spmd = trained(model(), ppctl.mesh(pp=2, xp=2, tp=2), "spmd")
+    mpmd = trained(model(2), ppctl.mesh(pp=2, fsdp=2, xp=2), "mpmd", remat="layer")
+    spmd = trained(model(2), ppctl.mesh(pp=2, xp=2, tp=2), "spmd")
     as_data = trained(whole, ppctl.mesh(pp=2, xp=2), "spmd")
     up = spmd[2]["params"]["layers"]["up"]
     return {
