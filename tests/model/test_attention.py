@@ -68,6 +68,10 @@ def there_and_back(kernel, q, k, v, g):
     return out, *pull(g)
 
 
+def ran(kernel, *arrays):
+    return jax.jit(partial(there_and_back, kernel))(*arrays)
+
+
 @pytest.mark.parametrize(
     "size", full_except([(size,) for size in SIZES], ((8, 4, 4),), ((1, 2, 2),)), ids=str
 )
@@ -75,9 +79,8 @@ def there_and_back(kernel, q, k, v, g):
 def test_attention_is_the_formula(kernel, size, monkeypatch):
     monkeypatch.setattr(chunked_attention, "BLOCK", 8)
     q, k, v, _ = arrays_of(*size, jnp.float64)
-    np.testing.assert_allclose(
-        kernel_named(kernel)(q, k, v), oracle(q, k, v), rtol=1e-12, atol=1e-14
-    )
+    found = jax.jit(kernel_named(kernel))(q, k, v)
+    np.testing.assert_allclose(found, oracle(q, k, v), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +90,7 @@ def test_attention_is_the_formula(kernel, size, monkeypatch):
 def test_windows_caps_and_scales_follow_the_formula(kernel, scoring, monkeypatch):
     monkeypatch.setattr(chunked_attention, "BLOCK", 8)
     q, k, v, _ = arrays_of(*SIZES[0], jnp.float64, width_of_values=12)
-    found = kernel_named(kernel, scoring)(q, k, v)
+    found = jax.jit(kernel_named(kernel, scoring))(q, k, v)
     np.testing.assert_allclose(found, oracle(q, k, v, scoring), rtol=1e-12, atol=1e-14)
 
 
@@ -97,10 +100,8 @@ def test_windows_caps_and_scales_follow_the_formula(kernel, scoring, monkeypatch
 def test_windows_and_caps_have_the_gradients_of_the_plain_form(scoring, monkeypatch):
     monkeypatch.setattr(chunked_attention, "BLOCK", 8)
     arrays = arrays_of(*SIZES[0], jnp.float64, width_of_values=12)
-    kernels = (
-        jax.jit(partial(there_and_back, kernel_named(name, scoring))) for name in ("chunked", "xla")
-    )
-    for found, wanted in zip(*(kernel(*arrays) for kernel in kernels), strict=True):
+    kernels = (kernel_named(name, scoring) for name in ("chunked", "xla"))
+    for found, wanted in zip(*(ran(kernel, *arrays) for kernel in kernels), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-12)
 
 
@@ -138,8 +139,8 @@ def test_chunked_computes_only_the_blocks_of_a_window(monkeypatch):
 def test_chunked_has_the_gradients_of_the_plain_form(size, dtype, tolerance, monkeypatch):
     monkeypatch.setattr(chunked_attention, "BLOCK", 8)
     arrays = arrays_of(*size, dtype)
-    exact = there_and_back(kernel_named("xla"), *(a.astype("float64") for a in arrays))
-    for found, wanted in zip(there_and_back(kernel_named("chunked"), *arrays), exact, strict=True):
+    exact = ran(kernel_named("xla"), *(a.astype("float64") for a in arrays))
+    for found, wanted in zip(ran(kernel_named("chunked"), *arrays), exact, strict=True):
         assert found.dtype == dtype
         error = jnp.linalg.norm(found.astype("float64") - wanted) / jnp.linalg.norm(wanted)
         assert error < tolerance or jnp.linalg.norm(wanted) < 1e-12
@@ -152,10 +153,8 @@ def test_the_kernel_of_tpus_has_the_numbers_of_the_plain_form(scoring):
     """By interpretation, and in 32 bits: Pallas's kernels do not lower with 64-bit integers."""
     with jax.enable_x64(False):
         arrays = arrays_of(256, 4, 2, jnp.float32, width=128)
-        found = there_and_back(partial(attention.pallas, scoring=scoring, interpret=True), *arrays)
-        for one, wanted in zip(
-            found, there_and_back(kernel_named("xla", scoring), *arrays), strict=True
-        ):
+        found = ran(partial(attention.pallas, scoring=scoring, interpret=True), *arrays)
+        for one, wanted in zip(found, ran(kernel_named("xla", scoring), *arrays), strict=True):
             assert jnp.linalg.norm(one - wanted) < 1e-5 * jnp.linalg.norm(wanted)
         shapes = [jax.ShapeDtypeStruct(a.shape, jnp.bfloat16) for a in arrays]
         text = lowered(

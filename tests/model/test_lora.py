@@ -27,7 +27,7 @@ IDS = np.random.default_rng(0).integers(0, 32, (2, 8))
 
 
 def logits(stack, params):
-    return outputs_of(stack, dtype=jnp.float64)(params, IDS)
+    return jax.jit(outputs_of(stack, dtype=jnp.float64))(params, IDS)
 
 
 def test_the_choice_bias_keeps_its_dtype_with_and_without_adapters():
@@ -43,7 +43,7 @@ def test_a_model_begins_as_it_is_without_adapters():
     plain, adapted = (
         transformer(**SIZES, lora=lora, dtype=jnp.float64) for lora in (None, Lora(4, 8.0))
     )
-    base, params = init(plain, 3), init(adapted, 3)
+    base, params = (jax.jit(lambda s=each: init(s, 3))() for each in (plain, adapted))
     jax.tree.map(np.testing.assert_array_equal, without_adapters(params), base)
     np.testing.assert_array_equal(logits(adapted, params), logits(plain, base))
     modules = dict(adapted_modules(params["layers"]))
