@@ -16,7 +16,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, os_errors
 
 LOSS_DIGITS = 7  # digits of a loss; rounding in float32 changes the next ones
 MOST_DECIMALS = 9  # decimals of a loss
@@ -133,6 +133,15 @@ def show_json(document: Any) -> None:
     print(json.dumps(json_safe(document), allow_nan=False), flush=True)
 
 
+def show_result(document: Any, lines: Iterable[str], *, as_json: bool) -> int:
+    """Print the document as JSON, or else the lines; return 0, the exit code of success."""
+    if as_json:
+        show_json(document)
+    else:
+        print(*lines, sep="\n")
+    return 0
+
+
 def decimal_text(value: float, decimals: int = 4) -> str:
     """Return a loss with four decimals, or with an exponent if it is very small or large.
 
@@ -234,10 +243,8 @@ def check_file(option: str, path: Path) -> None:
 
 def write_file(option: str, path: Path, content: str | bytes) -> None:
     """Write the file of `option`, and print a line to stderr. ConfigError if that fails."""
-    try:
+    with os_errors(f"{option} cannot be written"):
         replace_file(path, content)
-    except OSError as error:
-        raise ConfigError(f"{option} cannot be written: {error.strerror}.") from None
     print(f"ppctl: wrote {path} ({path.stat().st_size:,} bytes)", file=sys.stderr)
 
 

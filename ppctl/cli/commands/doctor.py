@@ -5,7 +5,6 @@ opens the data, builds the model, writes to run.dir. Then it measures the links 
 which the planner needs, and compares the received numbers with the sent ones.
 """
 
-import itertools
 import json
 import os
 import shutil
@@ -19,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -80,11 +79,9 @@ def doctor(config: Config, *, as_json: bool) -> int:
         found = {"ok": not bad, "findings": list(map(asdict, findings))}
         show_json({**found, "links": list(map(asdict, links))})
         return int(bool(bad))
-    console = OutputConsole()
-    for finding in findings:
-        show_lines(console, f"{'ok' if finding.is_ok else 'NO'}  {finding.what:10}{finding.text}")
+    lines = [f"{'ok' if each.is_ok else 'NO'}  {each.what:10}{each.text}" for each in findings]
     fault = f"this request would not train here: {bad[0].text}" if bad else ""
-    show_lines(console, fault or "this request would train here")
+    show_lines(OutputConsole(), *lines, fault or "this request would train here")
     return int(bool(bad))
 
 
@@ -188,7 +185,7 @@ def _measured(mesh: Mesh) -> list[MeasuredLink]:
             with _answering(f"exchange of {ends}"):
                 links.append(measure_link(a, b))
     # two processes may have measured a link: keep the wrong result, if any
-    found = sorted(itertools.chain(*_gathered(MeasuredLink, links)), key=lambda link: link.is_right)
+    found = sorted(chain(*_gathered(MeasuredLink, links)), key=lambda link: link.is_right)
     by_ends = {(link.first, link.second): link for link in reversed(found)}
     return [by_ends[ends] for ends in sorted(by_ends)]
 
@@ -247,10 +244,8 @@ def _exchanges(mesh: Mesh, length: int, number: int) -> tuple[float, bool]:
         )
 
     run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("pair"), out_specs=P("pair")))
-    numbers, placed = (
-        np.repeat(np.arange(2, dtype=np.float32), length),
-        NamedSharding(mesh, P("pair")),
-    )
+    numbers = np.repeat(np.arange(2, dtype=np.float32), length)
+    placed = NamedSharding(mesh, P("pair"))
     sent = jax.make_array_from_callback(numbers.shape, placed, numbers.__getitem__)
     received, seconds = jax.block_until_ready(run(sent)), []
     for _ in range(RUNS):

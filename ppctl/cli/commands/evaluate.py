@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 from ppctl.cli.choices import request_words
 from ppctl.cli.command_options import Parser
 from ppctl.cli.commands.generate import run_or_checkpoint
-from ppctl.config import DTYPES, Stdlib, Tokens
-from ppctl.errors import ConfigError
-from ppctl.reports.terminal_output import show_json
+from ppctl.config import DTYPES, Config, Stdlib, Tokens
+from ppctl.errors import ConfigError, DataError
+from ppctl.reports.terminal_output import show_result
 
 if TYPE_CHECKING:
-    from ppctl.config import Config
     from ppctl.language.language_model import LanguageModel
 
 # overrides for one device and batches of 1, since a data set needs at least one full batch
@@ -83,19 +82,18 @@ def _answer(model: LanguageModel, options: Namespace) -> int:
 
     questions = read_questions(Path(options.choices))[: options.limit]
     found = answer_questions(model, questions)
-    if options.json:
-        show_json({"run": str(model.directory), "step": model.step, **found})
-        return 0
-    print(f"model               {model.directory}, step {model.step}")
-    print(f"questions           {found['num_questions']:,} of {options.choices}")
-    print(f"accuracy            {found['accuracy']:.1%}")
-    print(f"accuracy per byte   {found['accuracy_per_byte']:.1%}")
-    return 0
+    lines = (
+        f"model               {model.directory}, step {model.step}",
+        f"questions           {found['num_questions']:,} of {options.choices}",
+        f"accuracy            {found['accuracy']:.1%}",
+        f"accuracy per byte   {found['accuracy_per_byte']:.1%}",
+    )
+    document = {"run": str(model.directory), "step": model.step, **found}
+    return show_result(document, lines, as_json=options.json)
 
 
 def _evaluate(model: LanguageModel, overrides: Sequence[str], options: Namespace) -> int:
     from ppctl.data.tokenizer import load_tokenizer
-    from ppctl.errors import DataError
     from ppctl.language.text_evaluation import loss_of_data
     from ppctl.training.pipeline.job import open_data
 
@@ -111,28 +109,22 @@ def _evaluate(model: LanguageModel, overrides: Sequence[str], options: Namespace
     tokenizer = None if name is None else load_tokenizer(name, end_token)
     found = loss_of_data(model, data, examples, tokenizer)
     # 3. the output
-    if options.json:
-        about = {"run": str(model.directory), "step": model.step}
-        show_json({**about, **found, "num_sequences": len(examples)})
-        return 0
-    print(f"model          {model.directory}, step {model.step}")
-    sequences = f"{len(examples):,} sequences{', held out' if held_out else ''}"
-    print(f"data           {data.source}; {sequences}")
-    print(f"loss           {found['loss']:.4f} nats a token, of {found['num_tokens']:,}")
-    print(f"perplexity     {found['perplexity']:.3f}")
+    document = {"run": str(model.directory), "step": model.step, **found}
+    lines = [
+        f"model          {model.directory}, step {model.step}",
+        f"data           {data.source}; {len(examples):,} sequences{', held out' * held_out}",
+        f"loss           {found['loss']:.4f} nats a token, of {found['num_tokens']:,}",
+        f"perplexity     {found['perplexity']:.3f}",
+    ]
     if found["bits_per_byte"] is not None:
-        print(f"bits per byte  {found['bits_per_byte']:.4f}")
-    return 0
-
-
-def _names_text(overrides: Sequence[str]) -> bool:
-    """Return whether overrides name another text than the run's held-out one."""
-    return any(word.lstrip("+").partition("=")[0] not in SAME_TEXT for word in overrides)
+        lines += [f"bits per byte  {found['bits_per_byte']:.4f}"]
+    return show_result(document | {"num_sequences": len(examples)}, lines, as_json=options.json)
 
 
 def _config(model: LanguageModel, overrides: Sequence[str]) -> tuple[Config, bool]:
     """Return a config with the data to evaluate on, and whether only its held-out part is."""
-    data, names_text = model.config.data, _names_text(overrides)
+    data, keys = model.config.data, {word.lstrip("+").partition("=")[0] for word in overrides}
+    names_text = not keys <= {*SAME_TEXT}  # another text than the run's held-out one
     if not names_text and model.step == 0:
         what = f"{model.directory} was imported, and has no held-out sequences"
         raise ConfigError(f"{what}. Name data=...")
@@ -144,18 +136,18 @@ def _config(model: LanguageModel, overrides: Sequence[str]) -> tuple[Config, boo
     # later words win: one device, then the run's data unless data= is given, then the user's words
     words = [*ONE_DEVICE, f"model.seq_len={model.transformer.seq_len}"]
     words += ["data.eval_fraction=0"] if names_text else []
-    if not any(word.startswith("data=") for word in overrides):
+    if "data" not in keys:
         left_out = ("data.batch_size", *BY_TOKENIZER, *(HELD_OUT if names_text else ()))
         of_run = request_words({"data": asdict(data)})
         words += [word for word in of_run if not word.startswith(left_out)]
     config = compose([*words, *overrides])
-    named, kept = {word.partition("=")[0] for word in overrides}, dict[str, object]()
-    if "data.tokenizer" not in named and isinstance(config.data, Tokens):
+    kept: dict[str, object] = {}
+    if "data.tokenizer" not in keys and isinstance(config.data, Tokens):
         kept["tokenizer"] = model.tokenizer_name
-    elif "data.tokenizer" not in named and isinstance(config.data, Stdlib):
+    elif "data.tokenizer" not in keys and isinstance(config.data, Stdlib):
         kept["tokenizer"] = model.known_tokenizer_name
-        kept |= {} if "data.end_token" in named else {"end_token": model.end_token}
-    if "data.packing" not in named and isinstance(config.data, Stdlib):
+        kept |= {} if "data.end_token" in keys else {"end_token": model.end_token}
+    if "data.packing" not in keys and isinstance(config.data, Stdlib):
         kept["packing"] = getattr(data, "packing", False)
     share, path = config.data.eval_fraction, getattr(config.data, "eval_path", None)
     is_held_out = not names_text or share > 0 or path is not None

@@ -4,7 +4,7 @@ from argparse import Namespace
 
 from ppctl.cli.command_options import EXAMPLES, Parser
 from ppctl.errors import ConfigError
-from ppctl.reports.terminal_output import show_json
+from ppctl.reports.terminal_output import show_result
 
 
 def parser() -> Parser:
@@ -16,8 +16,6 @@ def serve(options: Namespace) -> int:
     """Print the examples; return 0."""
     if options.words:
         raise ConfigError(f"`ppctl examples` takes no words, not {options.words[0]}.")
-    if options.json:
-        show_json([{"want": want, "command": command} for want, command in EXAMPLES])
-        return 0
-    print("\n\n".join(f"# {want}\n{command}" for want, command in EXAMPLES))
-    return 0
+    documents = [{"want": want, "command": command} for want, command in EXAMPLES]
+    text = "\n\n".join(f"# {want}\n{command}" for want, command in EXAMPLES)
+    return show_result(documents, [text], as_json=options.json)

@@ -4,7 +4,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from ppctl.cli.command_options import Parser
-from ppctl.reports.terminal_output import show_json
+from ppctl.reports.terminal_output import show_result
 
 
 def parser() -> Parser:
@@ -30,13 +30,12 @@ def serve(options: Namespace) -> int:
     source, out = Path(options.run_dir), Path(options.out)
     from ppctl.language.export_model import export_model
 
-    how = {"step": options.step, "dtype": options.dtype, "adapter": options.adapter}
-    found = export_model(source, out, **how)
-    if options.json:
-        show_json({"directory": str(out), **found._asdict()})
-    else:
-        files = ", ".join(found.files)
-        print(f"exported step {found.step} of {source} in {found.dtype}: {files} in {out}")
-        if found.linear_dtype is not None:
-            print(f"without model.linear_dtype={found.linear_dtype}: its readers round no products")
-    return 0
+    found = export_model(
+        source, out, step=options.step, dtype=options.dtype, adapter=options.adapter
+    )
+    files = ", ".join(found.files)
+    lines = [f"exported step {found.step} of {source} in {found.dtype}: {files} in {out}"]
+    if found.linear_dtype is not None:
+        lines += [f"without model.linear_dtype={found.linear_dtype}: its readers round no products"]
+    document = {"directory": str(out), **found._asdict()}
+    return show_result(document, lines, as_json=options.json)

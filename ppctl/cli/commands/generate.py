@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ppctl.cli.command_options import Parser
 from ppctl.cli.commands.runs import run_named
 from ppctl.config import DTYPES
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, os_errors
 from ppctl.reports.terminal_output import show_json
 from ppctl.user_files import lines_of_text, read_text
 
@@ -83,11 +83,8 @@ def run_or_checkpoint(word: str) -> Path:
 def _prompts(options: Namespace) -> list[str]:
     prompts: list[str] = [*options.prompt]
     if options.prompts is not None:
-        try:
+        with os_errors(f"--prompts {options.prompts} cannot be read", "Use another file."):
             prompts += lines_of_text(read_text(options.prompts))
-        except OSError as error:
-            why = f"--prompts {options.prompts} cannot be read: {error.strerror}"
-            raise ConfigError(f"{why}. Use another file.") from error
     if not prompts and not options.chat:
         raise ConfigError('`ppctl generate` needs a prompt: --prompt TEXT, or "" for none.')
     return prompts

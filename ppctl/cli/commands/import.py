@@ -7,7 +7,7 @@ from pathlib import Path
 from ppctl.cli.command_options import Parser
 from ppctl.errors import ConfigError
 from ppctl.reports.foreign_files import check_place
-from ppctl.reports.terminal_output import show_json
+from ppctl.reports.terminal_output import show_result
 
 
 def parser() -> Parser:
@@ -41,17 +41,13 @@ def serve(options: Namespace) -> int:
     found = import_model(source, out) if base is None else import_adapter(source, base, out)
     number, layers = found.num_parameters, found.model.num_layers
     seconds = time.monotonic() - started
-    if options.json:
-        shown = {"run_dir": str(out), "num_parameters": number, "num_layers": layers}
-        shown |= {"files": found.files, "notes": found.notes, "train": found.commands}
-        shown["seconds"] = seconds
-        show_json(shown)
-        return 0
-    print(f"imported {source}: {layers} layers, {number:,} parameters, in {seconds:.1f} s")
-    for note in found.notes:
-        print(f"note     {note}")
-    print(f"kept     {', '.join(found.files)} in {out / 'source'}")
-    for command in found.commands:
-        print(f"train    {command}")
-    print(f"export   ppctl export {out} --out DIR")
-    return 0
+    document = {"run_dir": str(out), "num_parameters": number, "num_layers": layers}
+    document |= {"files": found.files, "notes": found.notes, "train": found.commands}
+    lines = [
+        f"imported {source}: {layers} layers, {number:,} parameters, in {seconds:.1f} s",
+        *(f"note     {note}" for note in found.notes),
+        f"kept     {', '.join(found.files)} in {out / 'source'}",
+        *(f"train    {command}" for command in found.commands),
+        f"export   ppctl export {out} --out DIR",
+    ]
+    return show_result(document | {"seconds": seconds}, lines, as_json=options.json)

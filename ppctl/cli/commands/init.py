@@ -8,9 +8,9 @@ from pathlib import Path
 
 from ppctl.cli.command_options import Parser
 from ppctl.config.config_dirs import ROOT
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, os_errors
 from ppctl.reports.foreign_files import check_place
-from ppctl.reports.terminal_output import show_json
+from ppctl.reports.terminal_output import show_result
 
 STARTER = ROOT / "recipes/starter"
 NETWORK = ROOT / "recipes/starter_network"
@@ -36,31 +36,28 @@ def serve(options: Namespace) -> int:
     check_place(directory, "DIR")
     files = _files(starter)
     has_maker = Path(MAKE_DATA) in files
-    written = [*map(str, files), *(MADE if has_maker else ())]
-    there = [str(directory / file) for file in written if (directory / file).exists()]
-    if there:
-        fault = f"{there[0]} exists already, and nothing is overwritten."
+    written = [directory / file for file in (*files, *(MADE if has_maker else ()))]
+    there = next((file for file in written if file.exists()), None)
+    if there is not None:
+        fault = f"{there} exists already, and nothing is overwritten."
         raise ConfigError(f"{fault} Name another directory.")
-    try:
+    with os_errors(f"{directory} cannot be written", "Name another directory."):
         for file in files:
             (directory / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(starter / file, directory / file)
-    except OSError as error:
-        fault = f"{directory} cannot be written: {error.strerror}."
-        raise ConfigError(f"{fault} Name another directory.") from error
     maker = [sys.executable, MAKE_DATA]
     if has_maker and subprocess.run(maker, cwd=directory, check=False).returncode:
         fault = f"{directory / MAKE_DATA} cannot write {' and '.join(MADE)} here"
         raise ConfigError(f"{fault}: its error is above.")
     # 2. the next commands
-    if options.json:
-        show_json({"files": [str(directory / file) for file in written]})
-        return 0
-    print("wrote    " + ", ".join(str(directory / file) for file in written))
-    print(f"train    cd {directory} && ppctl train --config-dir . recipes=mine")
-    print("verify   ppctl verify --config-dir . recipes=mine run.dtype=float64")
-    print("use      python predict.py")
-    return 0
+    places = list(map(str, written))
+    lines = (
+        f"wrote    {', '.join(places)}",
+        f"train    cd {directory} && ppctl train --config-dir . recipes=mine",
+        "verify   ppctl verify --config-dir . recipes=mine run.dtype=float64",
+        "use      python predict.py",
+    )
+    return show_result({"files": places}, lines, as_json=options.json)
 
 
 def _files(starter: Path) -> list[Path]:

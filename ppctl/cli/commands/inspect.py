@@ -11,21 +11,11 @@ from typing import Any
 from rich.console import Console
 
 from ppctl.config import Config
-from ppctl.reports.terminal_output import (
-    OutputConsole,
-    show_json,
-    show_lines,
-    show_table,
-    size_text,
-)
+from ppctl.reports import terminal_output as terminal
+from ppctl.reports.terminal_output import OutputConsole, show_json, size_text
 from ppctl.schedule.tick_lowering import Ticks, TickTask, tick_tasks, tick_text
 from ppctl.training.pipeline.engines import step_programs
-from ppctl.training.pipeline.engines.step_programs import (
-    FORMS,
-    StepProgram,
-    StepPrograms,
-    runs_text,
-)
+from ppctl.training.pipeline.engines.step_programs import StepProgram, StepPrograms
 from ppctl.training.pipeline.job import TrainingJob, assemble
 
 COLUMNS = (  # columns of the summary
@@ -72,8 +62,9 @@ def document(job: TrainingJob, found: StepPrograms, wanted: Sequence[str]) -> di
         shown["programs"] = [_program(each) for each in found.programs]
         shown["transfers"] = [each._asdict() for each in found.transfers]
     if "program" in wanted and job.pipe.ticks is not None:
-        shown |= _ticks(job.pipe.ticks)
-    for form in FORMS:
+        rows = [list(map(_tasks, row)) for row in tick_tasks(job.pipe.ticks)]
+        shown |= {"ticks": rows, "num_slots": job.pipe.ticks.num_slots}
+    for form in step_programs.FORMS:
         if form in wanted:
             shown[form] = {each.name: each.text(form) for each in found.programs}
     return shown
@@ -85,12 +76,8 @@ def _program(program: StepProgram) -> dict[str, Any]:
     return {name: getattr(program, name) for name in names} | {"collectives": collectives}
 
 
-def _ticks(ticks: Ticks) -> dict[str, Any]:
-    def cell(tasks: Sequence[TickTask]) -> list[dict[str, Any]]:
-        return [{"task": str(one.task), "is_run": one.is_run, "to": one.to} for one in tasks]
-
-    rows = [list(map(cell, row)) for row in tick_tasks(ticks)]
-    return {"ticks": rows, "num_slots": ticks.num_slots}
+def _tasks(cell: Sequence[TickTask]) -> list[dict[str, Any]]:
+    return [{"task": str(one.task), "is_run": one.is_run, "to": one.to} for one in cell]
 
 
 def _devices(job: TrainingJob) -> str:
@@ -105,24 +92,22 @@ def show_summary(console: Console, job: TrainingJob, found: StepPrograms) -> Non
     """Print a step's communication: collectives in the programs, and transfers between them."""
     config, schedule = job.config, job.pipe.schedule
     which = "no pipeline" if not config.executor.ENGINE.is_pipelined else schedule.name
-    head = (
-        f"{config.executor.name}: {which}, {schedule.num_microbatches} microbatches, "
-        f"mesh={config.mesh.text} ({', '.join(config.mesh.axes_text.split())}) on {_devices(job)}"
-    )
-    show_lines(console, head)
+    what = f"{config.executor.name}: {which}, {schedule.num_microbatches} microbatches"
+    mesh = f"mesh={config.mesh.text} ({', '.join(config.mesh.axes_text.split())})"
+    terminal.show_lines(console, f"{what}, {mesh} on {_devices(job)}")
     title = "collectives of a step (bytes: of their results, on one device)"
     rows = (row for each in found.programs for row in _rows(each))
-    show_table(console, title, COLUMNS, rows, LEAST)
+    terminal.show_table(console, title, COLUMNS, rows, LEAST)
     if found.transfers:
         names = ("from rank", "to rank", "values", "bytes a device")
         transfers = ((t.sender, t.receiver, t.number, size_text(t.bytes)) for t in found.transfers)
         cells = (tuple(map(str, each)) for each in transfers)
-        show_table(console, "transfers of a step", names, cells)
+        terminal.show_table(console, "transfers of a step", names, cells)
 
 
 def _rows(program: StepProgram) -> Iterator[tuple[str, ...]]:
     """Yield a row for each pair of collective and axes; only the first row names the program."""
-    head = program.name, runs_text(program.ranks), str(program.runs)
+    head = program.name, step_programs.runs_text(program.ranks), str(program.runs)
     if not program.collectives:
         yield *head, "none", "", "", "", "", "", ""
     for each in program.collectives:

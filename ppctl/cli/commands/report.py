@@ -104,8 +104,9 @@ def _pipeline_of(
     from ppctl.schedule.placement_costs import Placed
 
     # 1. the settings
-    group = lambda part: schema_of(part, recorded[part]["name"])(**recorded[part])  # noqa: E731
-    schedule, executor, mesh = group("schedule"), group("executor"), Mesh(**recorded["mesh"])
+    groups = ((part, recorded[part]) for part in ("schedule", "executor"))
+    schedule, executor = (schema_of(part, each["name"])(**each) for part, each in groups)
+    mesh = Mesh(**recorded["mesh"])
     for part in (mesh, schedule, executor):
         part.check()
     if executor.name == "reference":
@@ -122,8 +123,9 @@ def _pipeline_of(
     costs = task_costs(executor.remat)
     if starts and isinstance(relative := starts[-1].get(COSTS), dict):
         costs = Costs(**{name: float(value) for name, value in relative.items()})
-    sizes = {"num_ranks": mesh.pp, "num_layers": recorded["model"]["num_layers"] or mesh.pp}
-    how = {"trained": costs.weight_grad_s, "costs_of": Placed(costs).anywhere}
-    planned = pipeline_of(schedule=schedule, executor=executor, **sizes, **how)
+    num_layers, trained = recorded["model"]["num_layers"] or mesh.pp, costs.weight_grad_s
+    assert isinstance(trained, float), "the cost of every stage"
+    on_any = Placed(costs).anywhere
+    planned = pipeline_of(schedule, executor, mesh.pp, num_layers, trained, on_any)
     step = replace(planned.step, costs=costs)
     return planned._replace(step=step, label="auto" if is_auto else planned.label)

@@ -49,9 +49,8 @@ def parser() -> Parser:
         "eval_loss mesh schedule lr age); also started, active, size, or any setting (optim.lr)"
     )
     options.add_argument("--columns", metavar="A,B,...", help=about)
-    options.add_argument(
-        "--keep", type=int, metavar="N", help="prune: number of newest checkpoints to keep"
-    )
+    about = "prune: number of newest checkpoints to keep"
+    options.add_argument("--keep", type=int, metavar="N", help=about)
     about = "rm, prune: do not ask; needed without a terminal"
     options.add_argument("-y", "--yes", action="store_true", help=about)
     return options
@@ -69,11 +68,11 @@ def serve(options: argparse.Namespace) -> int:
         _refuse(options, "`ppctl runs rm`", "columns", "sort", "keep")
         return remove(rest, Path(DEFAULT_DIR), is_sure=options.yes, as_json=options.json)
     if action == "prune":
-        from ppctl.cli.subcommands.runs_prune import prune
+        from ppctl.cli.subcommands.runs_remove import prune
 
         _refuse(options, "`ppctl runs prune`", "columns", "sort")
-        how = {"is_sure": options.yes, "as_json": options.json}
-        return prune(rest, Path(DEFAULT_DIR), options.keep, **how)
+        top, keep = Path(DEFAULT_DIR), options.keep
+        return prune(rest, top, keep, is_sure=options.yes, as_json=options.json)
     _refuse(options, "the list", "yes", "keep")
     return _list(options.words, options)
 

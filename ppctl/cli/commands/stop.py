@@ -5,7 +5,7 @@ import time
 
 from ppctl.cli.command_options import Parser
 from ppctl.cli.commands.runs import run_named
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, os_errors
 from ppctl.reports.foreign_files import printable
 from ppctl.reports.run_files import RUNNING, run_summary
 from ppctl.reports.run_status import STOP_FILE
@@ -36,10 +36,8 @@ def serve(options: argparse.Namespace) -> int:
     found = run_summary(name, path)
     if found.status != RUNNING:
         raise ConfigError(f"{name} is not running but {found.status} at step {found.steps_text}.")
-    try:
+    with os_errors(f"{path / STOP_FILE} cannot be written"):
         (path / STOP_FILE).touch()
-    except OSError as error:
-        raise ConfigError(f"{path / STOP_FILE} cannot be written: {error.strerror}.") from error
     if not options.json:
         print(printable(f"{name} saves and ends after its current step, {found.steps_text}."))
     # 2. the end of the run

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ppctl.cli.command_options import Parser
-from ppctl.errors import ConfigError, as_option, written_as
-from ppctl.reports.terminal_output import show_json
+from ppctl.errors import ConfigError, as_option, os_errors, written_as
+from ppctl.reports.terminal_output import show_result
 
 MOST_VOCAB = 2**20
 
@@ -46,30 +46,26 @@ def serve(options: Namespace) -> int:
     with written_as(as_option):
         source = source_of(options.files, Fields(text=options.field), skips_broken=skips_broken)
         trained = train_bpe(source, vocab_size, special)
-    try:
+    with os_errors(f"--out {out} cannot be written", "Use another directory."):
         write_tokenizer(out, trained.tokenizer, special)
-    except OSError as error:
-        why = f"--out {out} cannot be written: {error.strerror}"
-        raise ConfigError(f"{why}. Use another directory.") from error
     # 3. the output
     size = trained.tokenizer.get_vocab_size()
     sha256 = hashlib.sha256((out / "tokenizer.json").read_bytes()).hexdigest()
-    if options.json:
-        numbers = {"documents": trained.num_documents, "bytes": trained.num_bytes}
-        numbers = {"vocab_size": size, **numbers, "skipped": len(trained.skipped)}
-        show_json({"out": str(out), **numbers, "sha256": sha256})
-        return 0
-    if trained.skipped:
-        first = trained.skipped[0]
-        print(f"skipped  {len(trained.skipped)} broken (first: {first.place} {first.reason})")
+    document = {"out": str(out), "vocab_size": size, "documents": trained.num_documents}
+    document |= {"bytes": trained.num_bytes, "skipped": len(trained.skipped), "sha256": sha256}
     text = f"{trained.num_documents:,} documents, {trained.num_bytes / 1e6:.1f} MB"
-    print(f"trained  {size} tokens on {text}, in {time.perf_counter() - began:.0f} s")
+    number, lines = len(trained.skipped), list[str]()
+    for first in trained.skipped[:1]:
+        lines += [f"skipped  {number} broken (first: {first.place} {first.reason})"]
+    lines += [f"trained  {size} tokens on {text}, in {time.perf_counter() - began:.0f} s"]
     if size < vocab_size:
         few = f"no more than {size} tokens to learn"
-        print(f"note     the text has {few}, fewer than --vocab-size {vocab_size}")
-    print(f"wrote    {out}/tokenizer.json (sha256 {sha256[:16]}), {out}/tokenizer_config.json")
-    print(f"train    ppctl train data=text data.path={options.files[0]} data.tokenizer={out}")
-    return 0
+        lines += [f"note     the text has {few}, fewer than --vocab-size {vocab_size}"]
+    lines += [
+        f"wrote    {out}/tokenizer.json (sha256 {sha256[:16]}), {out}/tokenizer_config.json",
+        f"train    ppctl train data=text data.path={options.files[0]} data.tokenizer={out}",
+    ]
+    return show_result(document, lines, as_json=options.json)
 
 
 def _check(vocab_size: int, special: Sequence[str], out: Path) -> None:

@@ -11,21 +11,9 @@ from ppctl.reports.terminal_output import OutputConsole, show_json, show_lines, 
 from ppctl.training.pipeline.job import TrainingJob, assemble, partition_text
 from ppctl.training.pipeline.job_checks import check_job
 from ppctl.training.run.compilation_cache import keep_compiled
-from ppctl.training.verification.verification import (
-    StepComparison,
-    TrainingComparison,
-    compare_training,
-    num_compared_batches,
-    plain_model,
-)
-from ppctl.training.verification.verify_pipeline import (
-    Leaf,
-    Number,
-    Verification,
-    check_comparable,
-    verify_gradients,
-    worst_of,
-)
+from ppctl.training.verification import verification, verify_pipeline
+from ppctl.training.verification.verification import StepComparison, TrainingComparison
+from ppctl.training.verification.verify_pipeline import Leaf, Number, Verification, worst_of
 
 assemble_to_verify = partial(assemble, default_dtype="float64")
 GRADIENT = ("gradient", "shape", "norm", "max |reference|", "max |difference|", "error")
@@ -56,24 +44,24 @@ def verify(config: Config, *, as_json: bool) -> int:
     """Compare gradients and train steps; return 0 if all are within the tolerance, else 1."""
     unkept = keep_compiled(config.run.compilation_cache)
     job = assemble_to_verify(config)
-    check_comparable(job.pipe)
+    verify_pipeline.check_comparable(job.pipe)
     found = unkept, capacity_note(config.model, config.mesh), *check_job(job)
     notes = [note for note in found if note is not None]
-    plain = plain_model(job)
+    plain = verification.plain_model(job)
     state = job.pipe.engine.new_state()  # initial state, for gradients and steps
     batch = job.pipe.put(next(job.data.batches()))
     found = job.pipe.engine.loss_and_grads(state, batch)
-    of_batch = verify_gradients(job.pipe, plain.first, found)
+    of_batch = verify_pipeline.verify_gradients(job.pipe, plain.first, found)
     training = None
     if config.verify.steps:
         steps = plain.run(config.verify.steps, of_batch.tolerance)
-        training = compare_training(job, steps, state)
+        training = verification.compare_training(job, steps, state)
     comparison = Comparison(job, of_batch, training)
     if as_json:
         show_json(_document(comparison))
     else:
         _show(comparison, notes)
-    return 0 if comparison.ok else 1
+    return int(not comparison.ok)
 
 
 def capacity_note(model: AnyModel, mesh: Mesh) -> str | None:
@@ -94,10 +82,8 @@ def _document(comparison: Comparison) -> dict[str, Any]:
     document = {"ok": comparison.ok, "dtype": str(job.pipe.dtype), "tolerance": of_batch.tolerance}
     document |= {"loss": loss.value, "reference_loss": loss.reference, "loss_error": loss.error}
     document |= {"worst": asdict(of_batch.worst), "gradients": [asdict(leaf) for leaf in leaves]}
-    document["training"] = None
-    if training is not None:
-        document["training"] = asdict(training) | {"worst": asdict(worst_of(training.state))}
-    return document
+    steps = training and asdict(training) | {"worst": asdict(worst_of(training.state))}
+    return document | {"training": steps}
 
 
 def _show(comparison: Comparison, notes: Sequence[str]) -> None:
@@ -113,8 +99,7 @@ def _show(comparison: Comparison, notes: Sequence[str]) -> None:
     text = partition_text(job)
     if text is not None:
         line(f"partition {text}")
-    for note in notes:
-        line(f"note      {note}")
+    line(*(f"note      {note}" for note in notes))
     worst = of_batch.worst
     line(f"loss      {_number_text(of_batch.loss, tolerance)}")
     line(f"worst     {worst.name}, {_error_text(worst.error, tolerance)} of its largest entry")
@@ -124,8 +109,7 @@ def _show(comparison: Comparison, notes: Sequence[str]) -> None:
         title = "train steps compared with the un-pipelined model's, updated by plain optax"
         rows = (_step_row(step, tolerance) for step in training.steps)
         show_table(console, title, STEP, rows)
-        for text in _training_lines(job, training, tolerance):
-            line(text)
+        line(*_training_lines(job, training, tolerance))
     verdict = "equal" if comparison.ok else "NOT EQUAL"
     line(f"{verdict} within {tolerance:g} ({job.pipe.dtype})")
 
@@ -161,7 +145,7 @@ def _training_lines(
     if training.eval_loss is None:
         yield "eval      none (run.eval_every=null)"
     else:
-        number = num_compared_batches(job)
+        number = verification.num_compared_batches(job)
         batches = f"{number} batch{'es' * (number > 1)}"
         yield f"eval      {_number_text(training.eval_loss, tolerance)}, of {batches}"
     at = "none (optim.clip_norm=null)"

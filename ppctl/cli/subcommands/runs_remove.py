@@ -1,6 +1,7 @@
-"""`ppctl runs rm`: find the runs, ask the user, and remove their directories.
+"""`ppctl runs rm` and `prune`: find runs, ask the user, remove their directories or checkpoints.
 
-A run that a process writes to, or that is reached through a symlink, is never removed.
+A run that a process writes to, or that is reached through a symlink, is never changed. Checkpoints
+that a run set aside (renamed to STEP.damaged or STEP.after-N) are pruned too.
 """
 
 import errno
@@ -13,17 +14,10 @@ from typing import NamedTuple
 
 from ppctl.errors import ConfigError, DeclinedError, suggested
 from ppctl.launch.sweep.sweep_jobs import LOG, SUBMITTED, SUBMITTED_LOG
+from ppctl.reports import run_files
 from ppctl.reports.foreign_files import printable
-from ppctl.reports.run_files import (
-    OF_TRACKERS,
-    REMOVED,
-    RUNNING,
-    WRITTEN,
-    disk_bytes,
-    find_runs,
-    is_run,
-    run_summary,
-)
+from ppctl.reports.recorded_settings import setting_value
+from ppctl.reports.run_files import disk_bytes, is_run, run_summary
 from ppctl.reports.run_status import HeldError, held_by, kept_still
 from ppctl.reports.runs_table import few, find_run
 from ppctl.reports.terminal_output import show_json, size_text
@@ -117,17 +111,17 @@ def _check_place(name: str, path: Path, top: Path) -> None:
     if Path(os.path.realpath(os.curdir)).is_relative_to(real):
         remedy = "Go to another directory first."
         raise ConfigError(f"{name} contains the current directory. {remedy}")
-    inner = [each for each, place in find_runs(path) if place != path]
+    inner = [each for each, place in run_files.find_runs(path) if place != path]
     if inner:
         what = f"{name} contains {len(inner)} more runs: {few(inner)}"
         raise ConfigError(f"{what}. Remove these first.")
-    if run_summary(name, path).status == RUNNING:
+    if run_summary(name, path).status == run_files.RUNNING:
         raise alive(name, held_by(path))
 
 
 def _check_files(name: str, path: Path) -> None:
     """Raise ConfigError if a run directory holds foreign files or cannot be removed whole."""
-    ours = {*WRITTEN, *OF_TRACKERS, REPORT, LOG, SUBMITTED_LOG, SUBMITTED}
+    ours = {*run_files.WRITTEN, *run_files.OF_TRACKERS, REPORT, LOG, SUBMITTED_LOG, SUBMITTED}
     ours |= {f".{own}.part" for own in ours}
     try:
         others = sorted({*os.listdir(path)} - ours)
@@ -152,7 +146,7 @@ def remove_run(name: str, path: Path) -> None:
     ConfigError if a process writes to it or it cannot be renamed; the run is then unchanged. If the
     renamed directory cannot be deleted, the ConfigError names it.
     """
-    remains = path.with_name(f"{REMOVED}{path.name}-{os.getpid()}")
+    remains = _remains(path)
     try:
         with kept_still(path):
             os.rename(path, remains)
@@ -168,8 +162,78 @@ def remove_run(name: str, path: Path) -> None:
         raise ConfigError(f"{what}. Delete {remains} yourself.") from error
 
 
+def _remains(path: Path) -> Path:
+    """Return the name of a file or directory while it is removed."""
+    return path.with_name(f"{run_files.REMOVED}{path.name}-{os.getpid()}")
+
+
 def alive(name: str, pid: int | None) -> ConfigError:
     """Return the error for a run that a process is recording."""
     how = "where it was started" if pid is None else f"kill -INT {pid}, which saves"
     who = "a process" if pid is None else f"process {pid}"
     return ConfigError(f"{name} is running, recorded by {who}. End it first: {how}.")
+
+
+# --- prune ----------------------------------------------------------------------------------------
+
+
+def prune(
+    names: Sequence[str], top: Path, keep: int | None, *, is_sure: bool, as_json: bool
+) -> int:
+    """Remove a run's checkpoints except the newest `keep` and the permanent ones; return 0.
+
+    names: a list with only the run's name or path. top: directory of runs. is_sure: remove without
+    asking. ConfigError for other numbers of names, or if `keep` is None.
+    """
+    if len(names) != 1 or keep is None:
+        raise ConfigError(
+            "`ppctl runs prune` needs one run and the number of checkpoints to keep: "
+            "ppctl runs prune NAME --keep 1."
+        )
+    if keep < 1:
+        raise ConfigError(f"--keep {keep} leaves no checkpoint. Use 1 or more, or `ppctl runs rm`.")
+    # 1. the checkpoints to remove
+    run = checked_run(names[0], top)
+    folder = run.path / "checkpoints"
+    steps = run_files.checkpoint_steps(folder)
+    often = setting_value(run_summary(run.name, run.path).config, "run.checkpoint.keep_every")
+    permanent = {step for step in steps if isinstance(often, int) and step % often == 0}
+    kept = {*steps[-keep:], *permanent}
+    gone = [str(step) for step in steps if step not in kept]
+    listed = os.listdir(folder) if folder.is_dir() else []
+    gone += sorted(filter(run_files.ASIDE.fullmatch, listed))
+    stays = ", ".join(map(str, sorted(kept))) or "none"
+    if not gone:
+        line = f"{printable(str(run.path))} has nothing to prune: checkpoints of step {stays}."
+        print(line, file=sys.stderr if as_json else sys.stdout)
+        if as_json:
+            show_json({"removed": [], "kept": sorted(kept), "disk_bytes": 0})
+        return 0
+    # 2. the confirmation, and the removal
+    size = sum(disk_bytes(folder / name) or (folder / name).lstat().st_size for name in gone)
+    line = f"{folder}: {few(gone)}, {size_text(size)}; kept: {stays}"
+    count = f"{len(gone)} checkpoint{'s' * (len(gone) > 1)}"
+    ask([printable(line)], f"Remove {count} for good?", "prune", is_sure=is_sure)
+    try:
+        with kept_still(run.path):
+            for name in gone:
+                _remove(folder / name)
+    except HeldError as error:
+        raise alive(run.name, error.pid) from None
+    except OSError as error:
+        what = f"{error.filename} cannot be removed: {error.strerror}"
+        raise ConfigError(f"{what}. Make it writable, or leave it.") from error
+    print(f"ppctl: removed {count} in {printable(line)}", file=sys.stderr)
+    if as_json:
+        show_json({"removed": gone, "kept": sorted(kept), "disk_bytes": size})
+    return 0
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or directory. Renaming a directory first hides a half-removed checkpoint."""
+    if not path.is_dir() or path.is_symlink():
+        path.unlink()
+        return
+    remains = _remains(path)
+    path.rename(remains)
+    shutil.rmtree(remains)

@@ -5,16 +5,9 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from ppctl.launch.sweep import sweep_records as records
 from ppctl.launch.sweep.sweep_jobs import FILES
 from ppctl.launch.sweep.sweep_page import sweep_page
-from ppctl.launch.sweep.sweep_records import (
-    best_of,
-    equal_errors,
-    is_sweep,
-    read_sweep,
-    show_results,
-    side_by_side_note,
-)
 from ppctl.reports.foreign_files import check_inside, printable
 from ppctl.reports.run_files import RunSummary, is_run, run_summary
 from ppctl.reports.terminal_output import OutputConsole, show_json, show_lines, write_file
@@ -24,13 +17,13 @@ from ppctl.reports.write_report import place_of
 def find_sweep(name: str, tops: Sequence[Path]) -> Path | None:
     """Return the sweep directory with this path, or with this name below `tops`, else None."""
     places = filter(os.path.isdir, (Path(name), *(top / name for top in tops)))
-    return next((place for place in places if is_sweep(place) and not is_run(place)), None)
+    return next((place for place in places if records.is_sweep(place) and not is_run(place)), None)
 
 
 def jobs_without_runs(top: Path) -> list[RunSummary]:
     """Return the jobs of a sweep that have no run: not started, or refused. [] for other paths."""
     summaries = []
-    for each in read_sweep(top):
+    for each in records.read_sweep(top):
         place = each.job.run_dir
         if not is_run(place):
             written_s = (top / FILES[0]).stat().st_mtime
@@ -43,7 +36,7 @@ def report_sweep(directory: Path, out: str | None, *, as_json: bool) -> int:
     """Write the page of a sweep's current state; return 0."""
     check_inside(directory, FILES, "run.dir")
     file = place_of(out or str(directory / FILES[1]), [])
-    write_file(str(file), file, sweep_page(directory, read_sweep(directory), file))
+    write_file(str(file), file, sweep_page(directory, records.read_sweep(directory), file))
     if as_json:
         show_json({"file": str(file), "sweep_dir": str(directory)})
     return 0
@@ -52,15 +45,15 @@ def report_sweep(directory: Path, out: str | None, *, as_json: bool) -> int:
 def show_sweep(directory: Path, *, as_json: bool) -> int:
     """Print a sweep; return 0."""
     # 1. the best jobs, axes, errors and files
-    results = read_sweep(directory)
-    best = best_of(results)
+    results = records.read_sweep(directory)
+    best = records.best_of(results)
     axes: dict[str, dict[str, None]] = {}
     for each in results:
         for key, value in each.job.values.items():
             axes.setdefault(key, {})[value] = None
     errors = [
         {"error": error, "jobs": [job.index for job in jobs]}
-        for error, jobs in equal_errors(results).items()
+        for error, jobs in records.equal_errors(results).items()
     ]
     files = [str(directory / name) for name in FILES if (directory / name).is_file()]
     # 2. the JSON document
@@ -73,15 +66,8 @@ def show_sweep(directory: Path, *, as_json: bool) -> int:
         ]
         document = {"sweep_dir": str(directory), "counts": dict(counts.most_common())}
         document |= {"axes": {key: [*values] for key, values in axes.items()}}
-        show_json(
-            document
-            | {
-                "best": [each._asdict() for each in best],
-                "errors": errors,
-                "jobs": jobs,
-                "files": files,
-            }
-        )
+        document |= {"best": [each._asdict() for each in best], "errors": errors}
+        show_json(document | {"jobs": jobs, "files": files})
         return 0
     # 3. the terminal
     console = OutputConsole()
@@ -89,9 +75,9 @@ def show_sweep(directory: Path, *, as_json: bool) -> int:
     lines += [("axis", f"{key}: {', '.join(values)}") for key, values in axes.items()]
     for each in best:
         lines += [("best", each.text), ("  in", each.place)]
-    if note := side_by_side_note(results):
+    if note := records.side_by_side_note(results):
         lines.append(("note", note))
     lines.append(("summary", ", ".join(files)))
     show_lines(console, *(printable(f"{label:9} {text}") for label, text in lines))
-    show_results(console, results)
+    records.show_results(console, results)
     return 0
