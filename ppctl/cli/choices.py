@@ -16,7 +16,7 @@ from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from ppctl.config import Config, Costs, Inspect, Launch, Mesh, Plan, Run, Tune, Verify, groups
-from ppctl.config.changed_settings import shown
+from ppctl.config.changed_settings import value_text
 from ppctl.config.config_dirs import ROOT
 from ppctl.config.field_checks import Settings
 from ppctl.config.groups.command_settings import Combinations, Search, SideBySide, SubmititSlurm
@@ -44,8 +44,6 @@ SWEEP_PARTS: dict[str, dict[str, type]] = {
     "hydra.launcher": {"ppctl": SideBySide, "submitit_slurm": SubmititSlurm},
     "hydra.sweeper": {"ppctl": Combinations, "optuna": Search},
 }
-# text that needs no quotes in Hydra's grammar
-PLAIN_TEXT = re.compile(r"(?!(true|false|null|nan|inf)$)[A-Za-z_/][\w./-]*", re.IGNORECASE)
 REQUIRED = "???"  # Hydra's mark of a setting without a default
 
 
@@ -316,22 +314,3 @@ def _is_same(value: Any, usual: Any) -> bool:
     if isinstance(value, float) and isinstance(usual, str):  # YAML 1.1 reads 1e12 as text
         return value == float(usual)
     return value == usual
-
-
-def value_text(value: object) -> str:
-    """Return a value as text in Hydra's grammar, quoted where needed.
-
-    >>> value_text(None), value_text("a b"), value_text([1, "x"]), value_text("3")
-    ('null', '"a b"', '[1,x]', '"3"')
-    """
-    if value is None or isinstance(value, bool):
-        return shown(value)
-    if isinstance(value, list):
-        return f"[{','.join(map(value_text, value))}]"
-    if isinstance(value, dict):
-        return f"{{{','.join(f'{key}:{value_text(each)}' for key, each in value.items())}}}"
-    if not isinstance(value, str) or PLAIN_TEXT.fullmatch(value):
-        return str(value)
-    escaped = re.sub(r'(\\*)"', r'\1\1\\"', value)  # a backslash is special only before a quote
-    escaped = re.sub(r"(\\+)$", r"\1\1", escaped)
-    return '"' + escaped.replace("${", r"\${") + '"'

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ppctl.cli.choices import value_text
+from ppctl.config.changed_settings import value_text
 from ppctl.launch.local_processes import HOST, STARTED_WITH
 from ppctl.reports import run_status
 from ppctl.reports.recorded_settings import recorded_paths

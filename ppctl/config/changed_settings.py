@@ -1,5 +1,6 @@
 """Differences between the settings of two starts of a run; configs made from stored settings."""
 
+import re
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -29,6 +30,8 @@ SAME_FUNCTION = (
 ADAPTERS = ("optim.train", "optim.lora_rank", "optim.lora_targets")
 _OF_OPTIMIZERS = ("optim", "optim.momentum", "optim.target")
 ARRAYS = (*_OF_OPTIMIZERS, "run.dtype", *ADAPTERS)
+# text that needs no quotes in Hydra's grammar
+PLAIN_TEXT = re.compile(r"(?!(true|false|null|nan|inf)$)[A-Za-z_/][\w./-]*", re.IGNORECASE)
 
 
 class Change(NamedTuple):
@@ -109,6 +112,25 @@ def shown(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"[{','.join(map(shown, cast('list[object]', value)))}]"
     return str(value)
+
+
+def value_text(value: object) -> str:
+    """Return a value as text in Hydra's grammar, quoted where needed.
+
+    >>> value_text(None), value_text("a b"), value_text([1, "x"]), value_text("3")
+    ('null', '"a b"', '[1,x]', '"3"')
+    """
+    if value is None or isinstance(value, bool):
+        return shown(value)
+    if isinstance(value, list):
+        return f"[{','.join(map(value_text, cast('list[object]', value)))}]"
+    if _are_settings(value):
+        return f"{{{','.join(f'{key}:{value_text(each)}' for key, each in value.items())}}}"
+    if not isinstance(value, str) or PLAIN_TEXT.fullmatch(value):
+        return str(value)
+    escaped = re.sub(r'(\\*)"', r'\1\1\\"', value)  # a backslash is special only before a quote
+    escaped = re.sub(r"(\\+)$", r"\1\1", escaped)
+    return '"' + escaped.replace("${", r"\${") + '"'
 
 
 # --- a config from stored settings ---------------------------------------------------------------

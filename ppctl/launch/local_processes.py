@@ -70,9 +70,7 @@ def launch(
             why = ending.cause
             why += "" if record is None else f" (last step logged: {record['step']})"
             _say(why)
-            if (
-                run.on_event is not None and ending.is_lead_killed
-            ):  # otherwise process 0 has reported it
+            if run.on_event is not None and ending.is_lead_killed:  # else process 0 has reported it
                 document = event_document("lost", run_dir, reason=why)
                 if (fault := fault_of_call(run.on_event, document)) is not None:
                     _say(f"run.on_event at lost: {fault}")

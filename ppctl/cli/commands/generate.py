@@ -13,6 +13,7 @@ from ppctl.cli.command_options import Parser
 from ppctl.cli.commands.runs import run_named
 from ppctl.config import DTYPES
 from ppctl.errors import ConfigError, os_errors
+from ppctl.reports.run_files import is_run
 from ppctl.reports.terminal_output import show_json
 from ppctl.user_files import lines_of_text, read_text
 
@@ -72,8 +73,6 @@ def serve(options: Namespace) -> int:
 
 def run_or_checkpoint(word: str) -> Path:
     """Return the directory of the run or checkpoint that a word names."""
-    from ppctl.reports.run_files import is_run
-
     path = Path(word)
     if path.parent.name == "checkpoints" or is_run(path) or (path / "config.json").is_file():
         return path

@@ -1,26 +1,29 @@
 """`ppctl report`: one run, or several compared, as an html page to send. Starts no JAX."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ppctl.cli.choices import schema_of
 from ppctl.cli.command_options import Parser
 from ppctl.cli.commands.runs import DEFAULT_DIR, run_named
+from ppctl.cli.resume_command import resumption
+from ppctl.cli.subcommands.runs_sweep import find_sweep, report_sweep
 from ppctl.config import Auto, Csv, Mesh
+from ppctl.config.schedule_from_config import Planned, pipeline_of
 from ppctl.errors import ConfigError, PpctlError, one_line
-from ppctl.reports.run_files import SCHEDULE_FILE
+from ppctl.reports import write_report as report
+from ppctl.reports.charts.html_charts import too_many_tasks
+from ppctl.reports.run_files import SCHEDULE_FILE, is_run
+from ppctl.reports.run_page.one_run_page import run_page
+from ppctl.reports.run_page.read_run import RecordedRun, read_run
 from ppctl.reports.run_status import COSTS
 from ppctl.reports.terminal_output import replace_file
-
-if TYPE_CHECKING:
-    from ppctl.config.schedule_from_config import Planned
-    from ppctl.reports.run_page.read_run import RecordedRun
+from ppctl.schedule.costs import Costs, task_costs
+from ppctl.schedule.placement_costs import Placed
 
 NOTES = """\
 RUN is a path, a name in the list of `ppctl runs`, or a unique part of one. Several runs are
@@ -43,9 +46,6 @@ def parser() -> Parser:
 
 def serve(options: Namespace) -> int:
     """Write the page of a run or of several; return the exit code."""
-    from ppctl.cli.subcommands.runs_sweep import find_sweep, report_sweep
-    from ppctl.reports import write_report as report
-
     sweep = find_sweep(options.runs[0], [Path(DEFAULT_DIR)]) if len(options.runs) == 1 else None
     if sweep is not None:
         return report_sweep(sweep, options.out, as_json=options.json)
@@ -63,10 +63,6 @@ def serve(options: Namespace) -> int:
 
 def write_report_of(run_dir: Path) -> None:
     """Write the report of a run in its directory, unless that would overwrite another file."""
-    from ppctl.reports import write_report as report
-    from ppctl.reports.run_files import is_run
-    from ppctl.reports.run_page.one_run_page import run_page
-
     if not is_run(run_dir):
         return
     with suppress(PpctlError, OSError):
@@ -75,9 +71,6 @@ def write_report_of(run_dir: Path) -> None:
 
 
 def _read(name: str, path: Path, *, is_alone: bool) -> RecordedRun:
-    from ppctl.cli.resume_command import resumption
-    from ppctl.reports.run_page.read_run import read_run
-
     old = resumption(path)
     words = old.words, old.command, old.notes
     run = read_run(name, path, *words, pipeline="Not drawn for several runs.")
@@ -98,11 +91,6 @@ def _pipeline(run: RecordedRun) -> Planned | str:
 def _pipeline_of(
     run_dir: Path, recorded: Mapping[str, Any], starts: Sequence[Mapping[str, Any]]
 ) -> Planned | str:
-    from ppctl.config.schedule_from_config import pipeline_of
-    from ppctl.reports.charts.html_charts import too_many_tasks
-    from ppctl.schedule.costs import Costs, task_costs
-    from ppctl.schedule.placement_costs import Placed
-
     # 1. the settings
     groups = ((part, recorded[part]) for part in ("schedule", "executor"))
     schedule, executor = (schema_of(part, each["name"])(**each) for part, each in groups)

@@ -6,7 +6,15 @@ import time
 from pathlib import Path
 
 from ppctl.cli.command_options import Parser
+from ppctl.cli.resume_command import resumption
+from ppctl.cli.runs_selection import columns_of, least_of, ordered, orders_of
+from ppctl.cli.subcommands.runs_remove import prune, remove
+from ppctl.cli.subcommands.runs_sweep import find_sweep, jobs_without_runs, show_sweep
 from ppctl.errors import ConfigError
+from ppctl.reports import run_files, runs_table
+from ppctl.reports.foreign_files import printable
+from ppctl.reports.run_page.read_run import read_run
+from ppctl.reports.terminal_output import show_json
 
 DEFAULT_DIR = "runs"  # parent of run.dir by default
 NOTES = f"""\
@@ -63,13 +71,9 @@ def serve(options: argparse.Namespace) -> int:
         _refuse(options, "`ppctl runs show`", "columns", "sort", "yes", "keep")
         return _show(rest, options)
     if action == "rm":
-        from ppctl.cli.subcommands.runs_remove import remove
-
         _refuse(options, "`ppctl runs rm`", "columns", "sort", "keep")
         return remove(rest, Path(DEFAULT_DIR), is_sure=options.yes, as_json=options.json)
     if action == "prune":
-        from ppctl.cli.subcommands.runs_remove import prune
-
         _refuse(options, "`ppctl runs prune`", "columns", "sort")
         top, keep = Path(DEFAULT_DIR), options.keep
         return prune(rest, top, keep, is_sure=options.yes, as_json=options.json)
@@ -84,20 +88,13 @@ def _refuse(options: argparse.Namespace, whose: str, *names: str) -> None:
 
 
 def _list(words: list[str], options: argparse.Namespace) -> int:
-    from ppctl.cli.runs_selection import columns_of, least_of, ordered, orders_of
-    from ppctl.cli.subcommands.runs_sweep import find_sweep, jobs_without_runs
-    from ppctl.reports import runs_table
-    from ppctl.reports.foreign_files import printable
-    from ppctl.reports.run_files import run_summary
-    from ppctl.reports.terminal_output import show_json
-
     if options.json and options.columns:
         reason = "--json has all settings of every run. Leave out one of the two."
         raise ConfigError(f"--columns {options.columns}: {reason}")
     tops, now_s = _tops(words), time.time()
     tops = [top if os.path.isdir(top) else find_sweep(str(top), _tops([])) or top for top in tops]
     closed: list[str] = []
-    found = [run_summary(*each) for each in runs_table.names_of(tops, closed)]
+    found = [run_files.run_summary(*each) for each in runs_table.names_of(tops, closed)]
     found += [job for top in tops for job in jobs_without_runs(top)]
     where = runs_table.listed(tops)
     if not found and not options.json:
@@ -117,11 +114,6 @@ def _list(words: list[str], options: argparse.Namespace) -> int:
 def _show(words: list[str], options: argparse.Namespace) -> int:
     if not words:
         raise ConfigError("`ppctl runs show` needs the name of a run; `ppctl runs` lists them.")
-    from ppctl.cli.resume_command import resumption
-    from ppctl.cli.subcommands.runs_sweep import find_sweep, show_sweep
-    from ppctl.reports import runs_table
-    from ppctl.reports.run_page.read_run import read_run
-
     sweep = find_sweep(words[0], _tops(words[1:]))
     if sweep is not None:
         return show_sweep(sweep, as_json=options.json)
@@ -133,11 +125,8 @@ def _show(words: list[str], options: argparse.Namespace) -> int:
 
 def run_named(word: str) -> tuple[str, Path]:
     """Return (name, directory) of the run that a word names: a path, or a name in the list."""
-    from ppctl.reports import runs_table
-    from ppctl.reports.run_files import find_runs, is_run
-
     top = Path(DEFAULT_DIR)
-    if not is_run(Path(word)) and not (top.is_dir() and find_runs(top)):
+    if not run_files.is_run(Path(word)) and not (top.is_dir() and run_files.find_runs(top)):
         where = f"{DEFAULT_DIR}/ has no runs"
         raise ConfigError(f"{word} is no run, and {where}. Give the path of one.")
     return runs_table.find_run(word, [top])

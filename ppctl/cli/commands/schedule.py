@@ -11,10 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ppctl.cli.choices import did_you_mean, options, schema_of, settings_of, value_text
+from ppctl.cli.choices import did_you_mean, options, schema_of, settings_of
 from ppctl.cli.command_options import Parser
+from ppctl.cli.subcommands import schedule_curves, schedule_show
 from ppctl.config import ScheduleConfig
+from ppctl.config.changed_settings import value_text
+from ppctl.config.schedule_from_config import read_valid, settings_of_family
 from ppctl.errors import ConfigError
+from ppctl.schedule.families.registry import FAMILIES
 
 SUBCOMMANDS = {
     "show": "one schedule: chart, bubble and memory of each rank",
@@ -101,8 +105,6 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def _show(words: _Words) -> int:
-    from ppctl.cli.subcommands import schedule_show
-
     form, overrides = _format(words, schedule_show.FORMATS), words.overrides
     if words.names:
         overrides = [*_csv(_one_file("show", words.names)), *overrides]
@@ -111,8 +113,6 @@ def _show(words: _Words) -> int:
 
 
 def _list(words: _Words) -> int:
-    from ppctl.cli.subcommands import schedule_show
-
     config = _compose(words.args, words.overrides)
     given = {word.partition("=")[0] for word in words.overrides}
     form = _format(words, schedule_show.LIST_FORMATS)
@@ -120,8 +120,6 @@ def _list(words: _Words) -> int:
 
 
 def _compare(words: _Words) -> int:
-    from ppctl.cli.subcommands import schedule_show
-
     # 1. the words
     args, names, overrides, out = words
     if not names:
@@ -159,8 +157,6 @@ def _compare(words: _Words) -> int:
 
 def _size_of_files(names: Sequence[str]) -> tuple[int, int]:
     """Return (num_ranks, num_microbatches) of schedule files. ConfigError if the files differ."""
-    from ppctl.config.schedule_from_config import read_valid
-
     schedules = {name: read_valid(Path(name)) for name in names}
     sizes = {name: (one.num_ranks, one.num_microbatches) for name, one in schedules.items()}
     if len({*sizes.values()}) > 1:
@@ -170,8 +166,6 @@ def _size_of_files(names: Sequence[str]) -> tuple[int, int]:
 
 
 def _curves(words: _Words) -> int:
-    from ppctl.cli.subcommands import schedule_curves
-
     # 1. the words
     args = words.args
     axes = {"mesh": "ranks", "mesh.pp": "ranks", "schedule.num_microbatches": "microbatches"}
@@ -217,8 +211,6 @@ def _positive(option: str, text: str) -> list[float]:
 
 
 def _check(words: _Words) -> int:
-    from ppctl.cli.subcommands import schedule_show
-
     if words.overrides or words.out or words.args.format or words.args.json:
         raise ConfigError("`ppctl schedule check` takes a file and nothing else.")
     return schedule_show.check_file(_one_file("check", words.names))
@@ -256,9 +248,6 @@ def _knobs(family: str) -> set[str] | None:
 
 def _families(request: ScheduleConfig, given: set[str]) -> list[ScheduleConfig]:
     """Return a request for each family, with the settings in `given` that the family has."""
-    from ppctl.config.schedule_from_config import settings_of_family
-    from ppctl.schedule.families.registry import FAMILIES
-
     requests: list[ScheduleConfig] = []
     for family in FAMILIES:
         cls = settings_of_family(family)

@@ -10,25 +10,19 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ppctl.errors import ConfigError, error_document, one_line
+from ppctl.errors import ConfigError, error_document, one_line, os_errors
 from ppctl.launch.supervisor import LEFT, Events, Stop, how, shell_code, stop_requests
+from ppctl.launch.sweep import sweep_records as records
 from ppctl.launch.sweep.local_jobs import LocalJobs
 from ppctl.launch.sweep.sweep_jobs import EARLIER, FILES, Job, Result, Sweep, check_sweep, has_ended
 from ppctl.launch.sweep.sweep_page import sweep_page
-from ppctl.launch.sweep.sweep_records import (
-    best_of,
-    numbers_of,
-    show_results,
-    side_by_side_note,
-    write_records,
-)
 from ppctl.reports.terminal_output import replace_file, show_json, show_lines
 from ppctl.reports.write_report import FILE as REPORT
 
@@ -46,20 +40,16 @@ def run_sweep(sweep: Sweep, report: Callable[[Path], object] = lambda run_dir: N
     check_sweep(sweep)
     # 2. run the jobs
     directory, console = sweep.directory, Console(stderr=True)
-    try:
+    remedy = "Use another run.dir, or make it writable."
+    with os_errors(f"run.dir={directory} cannot be written", remedy):
         if sweep.trains:
             directory.mkdir(parents=True, exist_ok=True)
-            write_records(directory, [*map(Result, sweep.jobs)])
+            records.write_records(directory, [*map(Result, sweep.jobs)])
         if sweep.study is not None:
             sweep.study.open()
-    except OSError as error:
-        raise ConfigError(
-            f"run.dir={directory} cannot be written: {error.strerror}. "
-            "Use another run.dir, or make it writable."
-        ) from error
     results, stop = run_jobs(sweep, console)
     # 3. write records, reports and the page
-    show_results(console, results)
+    records.show_results(console, results)
     if sweep.trains:
         for each in results:
             if each.seconds is not None or not (each.job.run_dir / REPORT).exists():
@@ -72,10 +62,11 @@ def run_sweep(sweep: Sweep, report: Callable[[Path], object] = lambda run_dir: N
 
 def write_summary(directory: Path, results: list[Result]) -> list[str]:
     """Write records and page; return lines about the sweep, even if a file cannot be written."""
-    lines = [f"note: {note}"] if (note := side_by_side_note(results)) else []
-    lines += [line for best in best_of(results) for line in (best.text, f"  in {best.place}")]
+    lines = [f"note: {note}"] if (note := records.side_by_side_note(results)) else []
+    for best in records.best_of(results):
+        lines += [best.text, f"  in {best.place}"]
     try:
-        write_records(directory, results)
+        records.write_records(directory, results)
         replace_file(directory / FILES[1], sweep_page(directory, results))
     except OSError as error:
         return [*lines, f"the summary in {directory} cannot be written: {error.strerror}"]
@@ -92,17 +83,13 @@ def run_jobs(sweep: Sweep, console: Console) -> tuple[list[Result], int | None]:
     awaited, because they may be saving. Submitted jobs continue.
     """
     with stop_requests() as events:
+        starts = LocalJobs
         if sweep.is_submitted:
-            from ppctl.launch.sweep.submitit_jobs import SubmittedJobs  # needs the extra slurm
+            from ppctl.launch.sweep.submitit_jobs import SubmittedJobs as starts  # an extra
 
-            starter = SubmittedJobs(sweep)
-        else:
-            starter = LocalJobs(sweep)
-        try:
+        with closing(starts(sweep)) as starter:
             loop = _Loop(sweep, console, starter, deque(sweep.jobs), [*map(Result, sweep.jobs)])
             loop.run(events)
-        finally:
-            starter.close()
     return loop.results, loop.stop
 
 
@@ -165,7 +152,7 @@ class _Loop:
         if job.refusal is not None:
             self.refuse(job, job.refusal.kind, one_line(job.refusal))
         elif run is not None and has_ended(job.run_dir, run):
-            result = Result(job, EARLIER, 0, numbers=numbers_of(job.run_dir))
+            result = Result(job, EARLIER, 0, numbers=records.numbers_of(job.run_dir))
             self.set(result, f"{EARLIER} ({job.run_dir})")
             self.emit({"status": "finished", "run_dir": str(job.run_dir), "step": run.num_steps})
         else:
@@ -196,7 +183,7 @@ class _Loop:
         result = Result(job, status, in_shell, seconds, why)
         if self.sweep.trains:
             since_s = 0.0 if result.is_done else began_s
-            result = replace(result, numbers=numbers_of(job.run_dir, since_s))
+            result = replace(result, numbers=records.numbers_of(job.run_dir, since_s))
         self.set(result, text)
         if error is not None:
             self.emit(error)
@@ -208,7 +195,7 @@ class _Loop:
         show_lines(self.console, f"ppctl: job {job.index}: {job.name}: {text}")
         if self.sweep.trains:
             with suppress(OSError):  # such as a full disk; `write_summary` reports it
-                write_records(self.sweep.directory, self.results)
+                records.write_records(self.sweep.directory, self.results)
         if result.code is not None and self.sweep.study is not None:
             self.sweep.study.tell(result)
 

@@ -24,15 +24,8 @@ from ppctl.config.groups.command_settings import SubmititSlurm
 from ppctl.errors import ConfigError, LostError, error_document, one_line
 from ppctl.launch.local_processes import ERROR_FILE, left_error
 from ppctl.launch.supervisor import Child, start
-from ppctl.launch.sweep.sweep_jobs import (
-    SUBMITIT,
-    SUBMITTED,
-    SUBMITTED_LOG,
-    Change,
-    Job,
-    Sweep,
-    job_command,
-)
+from ppctl.launch.sweep import sweep_jobs
+from ppctl.launch.sweep.sweep_jobs import Change, Job, Sweep, job_command
 from ppctl.reports.terminal_output import replace_file
 
 POLL_S = 1.0  # seconds between checks for results
@@ -53,7 +46,8 @@ class NodeCommand:
 
     def __call__(self) -> tuple[int, dict[str, Any] | None]:
         task = submitit.JobEnvironment().global_rank
-        path = Path(self.run_dir) / (SUBMITTED_LOG if task == 0 else f"{task}.{SUBMITTED_LOG}")
+        number = "" if task == 0 else f"{task}."
+        path = Path(self.run_dir) / f"{number}{sweep_jobs.SUBMITTED_LOG}"
         with path.open("ab") as log, tempfile.TemporaryDirectory() as folder:
             self._start(log, file := Path(folder, "error"))
             return self._wait(), left_error(file)
@@ -94,7 +88,7 @@ class SubmittedJobs:
     def __init__(self, sweep: Sweep) -> None:
         assert isinstance(sweep.launcher, SubmititSlurm)
         self.takes_all, self.poll_s, self.asked_s = sweep.study is None, POLL_S, 0.0
-        folder = sweep.directory / SUBMITIT
+        folder = sweep.directory / sweep_jobs.SUBMITIT
         self.executor = submitit.SlurmExecutor(folder, max_num_timeout=MAX_NUM_TIMEOUT)
         try:
             self.executor.update_parameters(**sweep.launcher.parameters())
@@ -132,8 +126,8 @@ class SubmittedJobs:
             return
         for job, submission in zip(jobs, submissions, strict=True):
             record = {"id": submission.job_id, "tasks": submission.num_tasks}
-            replace_file(job.run_dir / SUBMITTED, json.dumps(record) + "\n")
-            self._know(job, submission, f"output in {job.run_dir / SUBMITTED_LOG}")
+            replace_file(job.run_dir / sweep_jobs.SUBMITTED, json.dumps(record) + "\n")
+            self._know(job, submission, f"output in {job.run_dir / sweep_jobs.SUBMITTED_LOG}")
 
     def changes(self) -> list[Change]:
         """Submit the batch; return the changes of jobs since the last call."""
@@ -170,7 +164,7 @@ class SubmittedJobs:
     def _submitted_before(self, job: Job) -> SubmititJob | None:
         """Return the unfinished submission of a job by an earlier start of the sweep."""
         with suppress(OSError, ValueError, KeyError, TypeError):
-            record = json.loads((job.run_dir / SUBMITTED).read_text())
+            record = json.loads((job.run_dir / sweep_jobs.SUBMITTED).read_text())
             name, tasks = str(record["id"]), [*range(int(record["tasks"]))]
             if JOB_ID.fullmatch(name):
                 submission = self.executor.job_class(self.executor.folder, name, tasks=tasks)

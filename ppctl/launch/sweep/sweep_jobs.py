@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ppctl.config import Config, Run
-from ppctl.config.changed_settings import changes
+from ppctl.config.changed_settings import changes, value_text
 from ppctl.config.code_digests import changed_modules, sources_here
 from ppctl.config.groups.command_settings import Launcher, SideBySide, SubmititSlurm
 from ppctl.errors import ConfigError, PpctlError, one_line
@@ -215,17 +215,7 @@ def _code_changes(run_dir: Path) -> list[str]:
     return [f"the code of {name} has changed" for name in changed]
 
 
-def run_dir_override(run_dir: Path) -> str:
-    """Return the override `run.dir=...`, quoted if Hydra's grammar requires it.
-
-    >>> run_dir_override(Path("runs/a=1,b=2"))
-    "run.dir='runs/a=1,b=2'"
-    """
-    text = str(run_dir)
-    is_plain = all(letter.isalnum() or letter in "/_.+-" for letter in text)
-    return f"run.dir={text}" if is_plain else "run.dir='{}'".format(text.replace("'", "\\'"))
-
-
 def job_command(job: Job) -> list[str]:
     """Return the command of a job's process."""
-    return [sys.executable, "-m", "ppctl.cli", *job.words, run_dir_override(job.run_dir)]
+    run_dir = f"run.dir={value_text(str(job.run_dir))}"
+    return [sys.executable, "-m", "ppctl.cli", *job.words, run_dir]

@@ -5,14 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 
+from ppctl.launch.sweep import sweep_records as records
 from ppctl.launch.sweep.sweep_jobs import DONE, FILES, Result
-from ppctl.launch.sweep.sweep_records import (
-    LOSSES,
-    best_of,
-    equal_errors,
-    side_by_side_note,
-    state_counts,
-)
+from ppctl.launch.sweep.sweep_records import LOSSES
 from ppctl.reports import bubble_names as bubbles
 from ppctl.reports import page_kit as kit
 from ppctl.reports.charts.page_figures import MOST_LINES, curves_svg
@@ -38,11 +33,11 @@ def sweep_page(directory: Path, results: Sequence[Result], file: Path | None = N
     file = file or directory / FILES[1]
     states = {result.status for result in results}
     look = kit.NO if "failed" in states else kit.YES if states <= {*DONE} else kit.UNKNOWN
-    note = side_by_side_note(results)
-    counts = f"{state_counts(results)}."
+    note = records.side_by_side_note(results)
+    counts = f"{records.state_counts(results)}."
     best = (
         f"<p>{kit.text(each.text)}. It is in</p>{kit.command(each.place)}"
-        for each in best_of(results)
+        for each in records.best_of(results)
     )
     done = [result for result in results if result.is_done]
     keys = dict.fromkeys(key for result in done for key in result.job.values if key != SEED)
@@ -117,7 +112,7 @@ def _jobs(file: Path, results: Sequence[Result]) -> str:
 
 def _failures(results: Sequence[Result]) -> str:
     parts = []
-    for error, jobs in equal_errors(results).items():
+    for error, jobs in records.equal_errors(results).items():
         parts += [f"<dt>{job.index}: {kit.text(job.name)}</dt>" for job in jobs]
         parts.append(f"<dd>{kit.text(error)}</dd>")
     return kit.section("What failed", f'<dl class="errors">{"".join(parts)}</dl>') if parts else ""
