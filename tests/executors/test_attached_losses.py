@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.cases import state_of
 from support.selection import full
 
 import ppctl
@@ -96,11 +97,6 @@ def error(found, expected):
         float(np.max(np.abs(np.asarray(a) - b)) / np.max(np.abs(b)))
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
     )
-
-
-def state_of(pipe, params):
-    optimizer = pipe.optimizer.init(params)
-    return pipe.from_natural({"params": params, "optimizer": optimizer, "step": jnp.int32(0)})
 
 
 def check(mesh, **how):

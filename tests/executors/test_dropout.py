@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import cases
 from support.cases import make_params
 from support.equality import SMALL, make_batch, make_pipe
 from support.selection import full
@@ -41,9 +42,7 @@ def batch_of(model):
 
 
 def state_of(pipe, step=STEP):
-    params = jax.tree.map(jnp.asarray, make_params(pipe.stack))
-    state = {"params": params, "optimizer": pipe.optimizer.init(params), "step": jnp.int32(step)}
-    return pipe.from_natural(state)
+    return cases.state_of(pipe, make_params(pipe.stack), step)
 
 
 def losses_and_grads(mesh, model, **how):

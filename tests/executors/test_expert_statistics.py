@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.cases import make_params, state_of
 from support.selection import full
 
 import ppctl
@@ -32,11 +33,12 @@ def pipe_of(shape, ep, packed, **moe):
 def step(batch, ep=1, packed=False, even=False, **moe):
     """(metrics, parameters after a step) from equal parameters; even: routers are zero."""
     pipe = pipe_of(batch["inputs"].shape, ep, packed, **moe)
-    state = pipe.to_natural(pipe.init(seed=0))
+    params = make_params(pipe.stack)
+    router = params["layers"]["router"]
+    router["bias"] = np.zeros_like(router["bias"])
     if even:
-        router = state["params"]["layers"]["router"]
-        router["kernel"] = jnp.zeros_like(router["kernel"])
-    state, metrics = pipe.step(pipe.from_natural(state), batch)
+        router["kernel"] = np.zeros_like(router["kernel"])
+    state, metrics = pipe.step(state_of(pipe, params), batch)
     return jax.device_get((metrics, pipe.to_natural(state)["params"]))
 
 

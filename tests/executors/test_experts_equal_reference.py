@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.cases import make_params
+from support.cases import make_params, state_of
 from support.mixtures import (
     MIXTURES,
     OPTIMIZER,
@@ -150,11 +150,6 @@ def pipe_of(stack, mesh, schedule, **how):
     batch = make_batch()
     how |= {"num_microbatches": 4, "optimizer": OPTIMIZER, "dtype": jnp.float64}
     return ppctl.pipeline(stack, ppctl.mesh(**mesh), schedule, batch=batch, **how)
-
-
-def state_of(pipe, params):
-    optimizer = pipe.optimizer.init(params)
-    return pipe.from_natural({"params": params, "optimizer": optimizer, "step": jnp.int32(0)})
 
 
 @pytest.mark.full

@@ -16,6 +16,7 @@ from support.cases import (
     make_batch,
     make_params,
     staged_step,
+    state_of,
 )
 from support.mpmd_cases import MpmdCase, engine_of
 from support.selection import full, full_except
@@ -137,14 +138,9 @@ def test_adapters_of_divided_stages_have_the_gradients_of_whole_ones(executor, a
         dtype=jnp.float64,
         **how,
     )
-    params = jax.tree.map(jnp.asarray, make_params(stack))
-    natural = {
-        "params": params,
-        "optimizer": pipe.optimizer.init(params),
-        "step": jnp.zeros((), jnp.int32),
-    }
+    params = make_params(stack)
     loss, grads = loss_and_grads(stack, params, batch)
-    found_loss, found = pipe.loss_and_grads(pipe.from_natural(natural), batch)
+    found_loss, found = pipe.loss_and_grads(state_of(pipe, params), batch)
     assert float(found_loss) == pytest.approx(float(loss), rel=TOLERANCE)
     assert difference(jax.tree.map(np.asarray, found), jax.tree.map(np.asarray, grads)) <= TOLERANCE
 
@@ -178,7 +174,8 @@ def test_steps_keep_frozen_weights_and_clip_by_the_norm_of_trained_gradients(exe
     assert norm == pytest.approx(float(optax.tree.norm(grads)), rel=1e-9)
     assert norm > CLIP_NORM
     plain = optax.chain(optax.clip_by_global_norm(CLIP_NORM), optax.adamw(1e-2, weight_decay=0.1))
-    wanted = optax.apply_updates(own, plain.update(grads, plain.init(own), own)[0])
+    updated = lambda g, w: optax.apply_updates(w, plain.update(g, plain.init(w), w)[0])
+    wanted = jax.jit(updated)(grads, own)
     after = jax.tree.map(np.asarray, pipe.to_natural(state)["params"])
     assert difference(trained_part(after, stack.options.trainable), wanted) < 1e-9
     state, _ = pipe.step(state, batch)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.cases import state_of
 from support.selection import full
 
 import ppctl
@@ -95,12 +96,6 @@ def initial():
     return jax.jit(lambda: init(routed(), 0))()
 
 
-def state_of(pipe):
-    params = jax.tree.map(jnp.copy, initial())
-    optimizer = pipe.optimizer.init(params)
-    return pipe.from_natural({"params": params, "optimizer": optimizer, "step": jnp.int32(0)})
-
-
 @pytest.mark.parametrize(
     ("executor", "schedule", "remat", "mesh"),
     [
@@ -117,7 +112,7 @@ def test_counts_are_of_the_whole_batch_and_update_their_parameters(executor, sch
     pipe = pipe_of(
         routed(), executor=executor, schedule=schedule, remat=remat, mesh=mesh, clip_norm=1e3
     )
-    state = state_of(pipe)
+    state = state_of(pipe, initial())
     for _ in range(2):
         params = jax.device_get(pipe.to_natural(state)["params"])
         counts = plain_counts(params, BATCH)
@@ -224,7 +219,7 @@ def test_counts_of_another_shape_than_the_parameter_are_refused():
 def test_a_step_that_the_optimizer_skips_moves_no_counted_parameter(how):
     optimizer = optax.apply_if_finite(optax.adamw(1e-2), 9)
     pipe = pipe_of(routed(), optimizer=optimizer, **how)
-    before, bad = jax.device_get(pipe.to_natural(state_of(pipe))), dict(BATCH)
+    before, bad = jax.device_get(pipe.to_natural(state_of(pipe, initial()))), dict(BATCH)
     bad["targets"] = np.where(np.arange(16)[:, None, None] == 3, np.inf, BATCH["targets"])
     for batch, is_moved in ((bad, False), (BATCH, True)):
         state, metrics = pipe.step(pipe.from_natural(before), batch)

@@ -26,14 +26,15 @@ LAYOUTS = [  # (num_layers, mesh, num_chunks); V: down the ranks and back up
     (7, (1, 3, 1), 1),
     (5, (1, 2, 4), 1),
     (33, (1, 8, 1), 4),
+    (2, (2, 1, 1), "V"),
     (8, (1, 4, 1), 2),
     (7, (1, 4, 1), 1),
     (10, (1, 4, 2), 2),
     (6, (8, 1, 1), 1),
     (16, (1, 4, 1), "V"),
-    (2, (2, 1, 1), "V"),
 ]
-layouts = pytest.mark.parametrize("size", [pytest.param(size) for size in LAYOUTS], ids=str)
+SIZES = [pytest.param(size, marks=[pytest.mark.full] * (size in LAYOUTS[7:])) for size in LAYOUTS]
+layouts = pytest.mark.parametrize("size", SIZES, ids=str)
 
 
 def layout_of(size):

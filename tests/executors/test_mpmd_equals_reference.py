@@ -39,7 +39,7 @@ DEFAULT = [
 ]
 
 
-@pytest.mark.parametrize("case", DEFAULT, ids=name_of)
+@pytest.mark.parametrize("case", [*DEFAULT[:-1], full(DEFAULT[-1])], ids=name_of)
 def test_loss_and_gradients_equal_the_reference(case):
     check(case)
 
@@ -55,9 +55,7 @@ FAMILY_CASES = [
 @pytest.mark.parametrize(
     "case",
     [
-        case
-        if case.schedule in ("dualpipe_v", "looped_bfs")
-        else full(case)  # features that no case of DEFAULT has
+        case if case.schedule == "looped_bfs" else full(case)  # DEFAULT and fused tasks have others
         for case in FAMILY_CASES
     ],
     ids=name_of,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.cases import state_of
 from support.selection import full
 
 import ppctl
@@ -153,8 +154,7 @@ def test_packed_documents_equal_separate_ones_in_both_executors(
         dtype="float64",
     )
     params, wanted = expected
-    state = {"params": params, "optimizer": pipe.optimizer.init(params), "step": jnp.int32(0)}
-    assert_same(pipe.loss_and_grads(pipe.from_natural(state), batch), wanted)
+    assert_same(pipe.loss_and_grads(state_of(pipe, params), batch), wanted)
 
 
 def there_and_back(kernel, q, k, v, documents):

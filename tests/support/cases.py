@@ -72,6 +72,15 @@ def make_params(stack, seed=0):
     return jax.tree_util.tree_map_with_path(random, jax.eval_shape(lambda: init(stack, seed)))
 
 
+def state_of(pipe, params, step=0):
+    """Return the state of a pipeline with these parameters: to compile what draws the initial ones
+    takes longer.
+    """
+    params = jax.tree.map(jnp.array, params)  # copies: a step reuses the memory of its state
+    optimizer = pipe.optimizer.init(params)
+    return pipe.from_natural({"params": params, "optimizer": optimizer, "step": jnp.int32(step)})
+
+
 def make_batch(model, batch_size, seed=1):
     rng = np.random.default_rng(seed)
     if MODELS[model] is None:

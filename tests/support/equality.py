@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from support.cases import make_params
+from support.cases import make_params, state_of
 
 import ppctl
 from ppctl.executors.device_mesh import make_mesh
@@ -51,15 +51,8 @@ def difference(mesh, model=None, num_tokens=16, vocab_size=32, batch_size=8, **h
     """
     stack, batch = make(vocab_size, **(model or {})), make_batch(num_tokens, vocab_size, batch_size)
     pipe = make_pipe(stack, batch, mesh, **how)
-    params = jax.tree.map(
-        jnp.asarray, make_params(stack)
-    )  # to compile what draws the initial ones takes longer
-    natural = {
-        "params": params,
-        "optimizer": pipe.optimizer.init(params),
-        "step": jnp.zeros((), jnp.int32),
-    }
-    loss, grads = pipe.loss_and_grads(pipe.from_natural(natural), batch)
+    params = make_params(stack)
+    loss, grads = pipe.loss_and_grads(state_of(pipe, params), batch)
     plain = reference(stack, num_microbatches=1, remat="none", unroll=0, dtype=jnp.float64)
     expected = jax.jit(plain)(params, batch)
     pairs = zip(jax.tree.leaves((loss, grads)), jax.tree.leaves(expected), strict=True)

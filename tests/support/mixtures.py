@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from support.cases import make_params
+from support.cases import make_params, state_of
 
 import ppctl
 from ppctl.data.pack_documents import PADDING
@@ -225,8 +225,7 @@ def check(mesh, mixture="softmax", packed=False, dispatch="gather", steps_only=F
     stack = Written(MIXTURES[mixture], packed).stack(dispatch=dispatch)
     how = {"optimizer": OPTIMIZER, "clip_norm": CLIP_NORM, "num_microbatches": 4} | how
     pipe = ppctl.pipeline(stack, ppctl.mesh(**mesh), batch=batch, dtype=jnp.float64, **how)
-    state = {"params": params, "optimizer": pipe.optimizer.init(params), "step": jnp.int32(0)}
-    state = pipe.from_natural(state)
+    state = state_of(pipe, params)
     if not steps_only:
         loss, found = pipe.loss_and_grads(state, batch)
         bias = found["layers"]["router"]["bias"]

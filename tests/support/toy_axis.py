@@ -95,9 +95,14 @@ def batch():
 
 def trained(stack, mesh, executor, **how):
     """Two losses, the parameters after the steps in natural order, and the state."""
+    from support.cases import (
+        make_params,
+        state_of,
+    )  # starts JAX, with as many devices as it has then
+
     how = {"schedule": "1f1b", "optimizer": optax.adamw(0.05), "executor": executor} | how
     pipe = ppctl.pipeline(stack, mesh=mesh, batch=batch(), **TRAINED | how)
-    state, losses = pipe.init(seed=0), []
+    state, losses = state_of(pipe, make_params(stack)), []
     for _ in range(2):
         state, metrics = pipe.step(state, batch())
         losses.append(float(metrics["loss"]))
