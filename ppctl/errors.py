@@ -114,12 +114,24 @@ class DataError(PpctlError):
 
 
 @contextmanager
-def os_errors(what: str, remedy: str = "") -> Iterator[None]:
-    """Raise a ConfigError for an OSError in the body: `what`, the system's reason, the remedy."""
+def os_errors(
+    what: str,
+    remedy: str = "",
+    kind: type[PpctlError] = ConfigError,
+    form: str = "{}: {}",
+) -> Iterator[None]:
+    """Raise an error for an OSError in the body: `what`, the system's reason, the remedy.
+
+    kind: class of the error. form: text with `what` and the reason, such as IN_BRACKETS.
+    """
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"{what}: {error.strerror}. {remedy}".rstrip()) from error
+        reason = form.format(what, error.strerror or error)
+        raise kind(f"{reason}. {remedy}".rstrip()) from error
+
+
+IN_BRACKETS = "{} ({})"  # form of `os_errors`
 
 
 def missing_package(what: str, package: str, extra: str) -> DataError:

@@ -107,17 +107,16 @@ def vocabulary_size(name: str) -> int:
     """Return the largest id of data.tokenizer plus one. Raises as `load_tokenizer` does."""
     if name == BYTES:
         return NUM_BYTES
-    return max(_from_json(name, _read(name)[1]).get_vocab(with_added_tokens=True).values()) + 1
+    return max(_from_json(_read(name)[1]).get_vocab(with_added_tokens=True).values()) + 1
 
 
-def states_end(name: str) -> bool:
-    """Return whether data.tokenizer states the token that ends documents."""
-    return name == BYTES or bool(special_token(json_object(_read(name)[0] / SETTINGS), "eos_token"))
-
-
-def token_with_id(name: str, token: int) -> str | None:
-    """Return the token of data.tokenizer that has this id; None if it has no such token."""
-    return _from_json(name, _read(name)[1]).id_to_token(token)
+def token_with_id(name: str, end: int) -> str | None:
+    """Return the token with the id `end`; None if data.tokenizer states an end or lacks the id."""
+    if name == BYTES:
+        return None
+    folder, text = _read(name)
+    states_end = special_token(json_object(folder / SETTINGS), "eos_token")
+    return None if states_end else _from_json(text).id_to_token(end)
 
 
 def _read(name: str) -> tuple[Path, str]:
@@ -153,7 +152,7 @@ def _loaded(
 ) -> Tokenizer:
     # 1. the library's tokenizer, for texts and for chats
     with _in_library(name):
-        of_text, of_chat = _from_json(name, text), _from_json(name, text)
+        of_text, of_chat = _from_json(text), _from_json(text)
         of_text.encode_special_tokens = True
         vocabulary: dict[str, int] = of_text.get_vocab(with_added_tokens=True)
         added: dict[int, Any] = of_text.get_added_tokens_decoder()
@@ -255,7 +254,7 @@ def _in_library(name: str) -> Iterator[None]:
         raise DataError(f"data.tokenizer={name}: {what}. Use another tokenizer.json.") from error
 
 
-def _from_json(name: str, text: str) -> Any:
+def _from_json(text: str) -> Any:
     library = tokenizers_library().Tokenizer.from_str(text)
     library.no_truncation()
     library.no_padding()

@@ -3,8 +3,9 @@
 import json
 import shutil
 from collections.abc import Iterator
+from functools import reduce
 from itertools import accumulate, groupby
-from operator import itemgetter
+from operator import getitem, itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +15,7 @@ import numpy as np
 from ppctl.config import Transformer
 from ppctl.data.tokenizer import json_object
 from ppctl.errors import ConfigError, one_line
-from ppctl.language.import_adapter import ADAPTER_CONFIG
-from ppctl.language.import_model import KEPT
+from ppctl.language.import_model import ADAPTER_CONFIG, KEPT
 from ppctl.language.language_model import LanguageModel, open_language_model
 from ppctl.language.model_files import INDEX, all_or_nothing, check_new
 from ppctl.language.tensor_names import PEFT_MODEL, Named, named_parameters
@@ -175,10 +175,7 @@ def _write_tensors(
 
 
 def _tensor_of(params: Tree, each: Named, dtype: Any) -> np.ndarray:
-    leaf = params
-    for key in each.path:
-        leaf = leaf[key]
     # router biases stay float32, as in published files
     dtype = np.float32 if each.path[1:] == COUNTED else dtype
-    tensor = np.asarray(leaf[each.place]).astype(dtype)
+    tensor = np.asarray(reduce(getitem, each.path, params)[each.place]).astype(dtype)
     return np.ascontiguousarray(tensor.T if each.is_transposed else tensor)

@@ -1,4 +1,4 @@
-"""Text generation with a trained transformer: prompts in, tokens out, in batches."""
+"""Text generation with a trained transformer: continuations in batches, and conversations."""
 
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -74,11 +74,12 @@ class Sampling:
             before_BV = jnp.cumsum(jax.nn.softmax(sorted_BV), -1) - jax.nn.softmax(sorted_BV)
             least_B1 = jnp.where(before_BV < self.top_p, sorted_BV, jnp.inf).min(-1, keepdims=True)
             logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
-        of_row = lambda row: jax.random.fold_in(wrapped(key_of_seed(seed)), row)  # noqa: E731
-        keys = jax.vmap(lambda row: jax.random.fold_in(of_row(row), place))(
-            jnp.arange(len(logits_BV))
-        )
-        return jax.vmap(jax.random.categorical)(keys, logits_BV).astype(jnp.int32)
+
+        def chosen(row: jax.Array, logits_V: jax.Array) -> jax.Array:
+            key = jax.random.fold_in(wrapped(key_of_seed(seed)), row)
+            return jax.random.categorical(jax.random.fold_in(key, place), logits_V)
+
+        return jax.vmap(chosen)(jnp.arange(len(logits_BV)), logits_BV).astype(jnp.int32)
 
 
 def decoder_of(model: LanguageModel, devices: Sequence[Any], num_positions: int) -> Decoder:
@@ -187,3 +188,57 @@ def text_of(
     new = [*new[:-1]] if new and new[-1] in ends else [*new]
     before, whole = tokenizer.decode([*prompt]), tokenizer.decode([*prompt, *new])
     return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(new)
+
+
+# --- conversations ------------------------------------------------------------------------------
+
+
+def first_messages(system: str | None) -> list[dict[str, str]]:
+    """Return the messages before the user's first: the system message, if any."""
+    return [] if system is None else [{"role": "system", "content": system}]
+
+
+@dataclass
+class Conversation:
+    """The messages so far, and the model that answers the next one.
+
+    Each answer depends only on the earlier messages, the seed and the sampling. The whole
+    conversation is read again for each answer: a template may write earlier messages differently.
+    """
+
+    model: LanguageModel
+    devices: Sequence[Any]
+    ends: Container[int]  # tokens that end an answer
+    messages: list[dict[str, str]]
+    max_tokens: int  # maximum tokens of an answer
+    sampling: Sampling
+    seed: int
+    _decoder: Decoder | None = None
+
+    def answer(self, message: str) -> Iterator[str]:
+        """Yield the answer to a user's message in pieces of text; then append both to the messages.
+
+        Raises ConfigError if the conversation is longer than the model's positions, DataError if
+        the template refuses the roles of its messages.
+        """
+        messages = [*self.messages, {"role": "user", "content": message}]
+        ids, tokenizer = self.model.encoded_chat(messages), self.model.tokenizer
+        # 1. the decoder; if it is too small, one with at least twice the positions
+        needed, decoder = positions_for([ids], self.max_tokens), self._decoder
+        if decoder is None or needed > decoder.num_positions:
+            twice = 0 if decoder is None else 2 * decoder.num_positions
+            decoder = self._decoder = decoder_of(self.model, self.devices, max(needed, twice))
+        # 2. the answer
+        tokens = continuations(
+            decoder,
+            [ids],
+            max_tokens=self.max_tokens,
+            sampling=self.sampling,
+            seed=self.seed,
+            num_tokens=tokenizer.vocab_size,
+        )
+        pieces: list[str] = []
+        for piece in pieces_of_text(tokenizer, ids, tokens, self.ends, self.max_tokens):
+            pieces.append(piece)
+            yield piece
+        self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]

@@ -43,8 +43,9 @@ NEUTRAL: dict[str, Any] = {
     "logit_scale": 1.0,
     "rope.scaling.factor": 1.0,
 }
-TOKENS = {f"{name}_token_id": f"{name}_token_id" for name in ("bos", "eos")}
-TOKENS["pad_token_id"] = "padding_token_id"
+TOKENS = {key: key for key in ("bos_token_id", "eos_token_id")} | {
+    "pad_token_id": "padding_token_id"
+}
 ARCHITECTURES = {  # general.architecture: model_type; no Gemma: GGUF rounds its norms' 1 + scale
     "llama": "llama",
     "qwen2": "qwen2",
@@ -122,9 +123,8 @@ def _opened(path: Path) -> tuple[dict[str, Any], Tensors, dict[str, str], tuple[
 
 def _check_unread(path: Path, found: Mapping[str, Any], kind: str) -> None:
     """Raise ConfigError for a key of the architecture that changes the model and is not read."""
-    heads, width = (
-        found.get(f"{kind}.{SIZES[key]}") for key in ("num_attention_heads", "head_dim")
-    )
+    keys = "num_attention_heads", "head_dim"
+    heads, width = (found.get(f"{kind}.{SIZES[key]}") for key in keys)
     if not width and isinstance(heads, int) and heads:
         width = found.get(f"{kind}.embedding_length", 0) // heads
     neutral = NEUTRAL | dict.fromkeys(("rope.dimension_count", "attention.value_length"), width)
@@ -171,10 +171,15 @@ def _reader(path: Path) -> Any:
     return reader
 
 
+def _content(reader: Any, name: str) -> Any:
+    """Return the content of tokenizer.{name}; None if the file lacks it."""
+    field = reader.get_field(f"tokenizer.{name}")
+    return None if field is None else field.contents()
+
+
 def _token(path: Path, reader: Any, name: str, vocab_size: int) -> int | None:
     """Return the token id in tokenizer.ggml.{name}, if any. ConfigError if the model lacks it."""
-    field = reader.get_field(f"tokenizer.ggml.{name}")
-    token = None if field is None else field.contents()
+    token = _content(reader, f"ggml.{name}")
     if token is not None and (type(token) is not int or not 0 <= token < vocab_size):
         what = f"tokenizer.ggml.{name}={token} in {path} is not one of the {vocab_size} tokens"
         raise ConfigError(f"{what}. {FETCH}")
@@ -238,13 +243,8 @@ def _tokenizer(
     reader: Any, model_config: Mapping[str, Any]
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return the files of a byte-level BPE tokenizer, and notes; no files for other kinds."""
-
-    def get(name: str) -> Any:
-        field = reader.get_field(f"tokenizer.ggml.{name}")
-        return None if field is None else field.contents()
-
     # 1. check its kind
-    kind, split = get("model"), get("pre")
+    kind, split = _content(reader, "ggml.model"), _content(reader, "ggml.pre")
     from_split = {"smollm": True, "gpt-2": False, "default": False}
     if kind != "gpt2" or split not in from_split:
         return {}, (f"the tokenizer ({kind}, {split}) cannot be written as tokenizer.json",)
@@ -255,10 +255,10 @@ def _tokenizer(
             "Its tokenizer needs the package tokenizers. Install it: pip install 'ppctl[gguf]'."
         ) from error
     # 2. make tokenizer.json
-    tokens, kinds = get("tokens"), get("token_type") or []
+    tokens, kinds = _content(reader, "ggml.tokens"), _content(reader, "ggml.token_type") or []
     if not isinstance(tokens, list) or len({*tokens}) < len(tokens):
         raise ValueError("tokenizer.ggml.tokens is not a list of distinct texts")
-    pairs = [tuple(merge.split(" ", 1)) for merge in get("merges") or ()]
+    pairs = [tuple(merge.split(" ", 1)) for merge in _content(reader, "ggml.merges") or ()]
     made = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, pairs))
     by_bytes = partial(pre_tokenizers.ByteLevel, add_prefix_space=False)
     parts = [pre_tokenizers.Digits(individual_digits=True)] if from_split[split] else []
@@ -271,8 +271,7 @@ def _tokenizer(
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     present = [key for key in TOKENS if key in model_config]
     about |= {key.removesuffix("_id"): tokens[model_config[key]] for key in present}
-    template = reader.get_field("tokenizer.chat_template")
-    if template is not None:
-        about["chat_template"] = template.contents()
+    template = _content(reader, "chat_template")
+    about |= {} if template is None else {"chat_template": template}
     settings = json.dumps(about, indent=2) + "\n"
     return {"tokenizer.json": made.to_str(), "tokenizer_config.json": settings}, ()

@@ -1,9 +1,10 @@
-"""Import of a language model as a run: a checkpoint at step 0, a recipe and the tokenizer."""
+"""Import of a language model or of PEFT adapters as a run: checkpoint, recipe and tokenizer."""
 
 import json
+import math
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -14,32 +15,29 @@ import numpy as np
 import yaml
 from jax.sharding import NamedSharding
 
-from ppctl.config import Config, Interleaved, Mesh, Run, Tokens, Transformer
+from ppctl.config import AdamW, Config, Interleaved, Mesh, Run, Tokens, Transformer
 from ppctl.config.field_checks import settings_from
+from ppctl.config.groups.attention_forms import TARGETS
 from ppctl.config.groups.schedule_settings import Eager1F1B
 from ppctl.data import DataSet
 from ppctl.data.chat_templates import chat_template, special_token
 from ppctl.data.dataset import description
 from ppctl.data.tokenizer import FILE, SETTINGS, json_object
-from ppctl.errors import ConfigError
+from ppctl.errors import IN_BRACKETS, ConfigError, os_errors
 from ppctl.executors.device_mesh import all_devices
+from ppctl.language.language_model import open_language_model
 from ppctl.language.model_files import Tensors, all_or_nothing, check_new, open_safetensors
-from ppctl.language.tensor_names import Named, by_expert, named_parameters
-from ppctl.language.transformers_config import BALANCE, DROPOUT, model_settings
+from ppctl.language.tensor_names import PEFT, Named, by_expert, named_parameters
+from ppctl.language.transformers_config import BALANCE, DROPOUT, model_config, model_settings
+from ppctl.model.lora import Lora, are_adapters, with_base
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.pipeline import built_in_models as models
-from ppctl.training.run.kept_tokenizer import (
-    GENERATION,
-    MODEL_CONFIG,
-    POSITIONS,
-    SOURCE,
-    TOKENIZER_FILES,
-)
+from ppctl.training.run import kept_tokenizer as kept
 from ppctl.training.run.run_environment import checkpoint_metadata
 from ppctl.user_files import read_file
 
 Tree = Any
-KEPT = (MODEL_CONFIG, GENERATION, *TOKENIZER_FILES)  # files that an export copies
+KEPT = (kept.MODEL_CONFIG, kept.GENERATION, *kept.TOKENIZER_FILES)  # files that an export copies
 LONGEST = 2048  # maximum tokens per sequence in the recipe
 RECIPE = "recipes/imported.yaml"
 
@@ -67,58 +65,95 @@ def import_model(source: Path, out: Path) -> Imported:
     if source.suffix == ".gguf" and source.is_file():
         from ppctl.language.gguf_file import open_gguf
 
-        model_config, tensors, texts, notes = open_gguf(source)
+        stated, tensors, texts, notes = open_gguf(source)
+        texts = {kept.MODEL_CONFIG: json.dumps(stated, indent=2) + "\n", **texts}
+        files = {name: text.encode() for name, text in texts.items()}
     else:
-        model_config, texts, notes = json_object(source / MODEL_CONFIG), {}, ()
-        if not model_config:
+        stated, notes = json_object(source / kept.MODEL_CONFIG), ()
+        if not stated:
             raise ConfigError(
                 f"{source} has no config.json. Name a model directory of transformers, or a .gguf "
                 "file."
             )
-        tensors = open_safetensors(source)
-    if model_config.get(DROPOUT):
-        notes = (*notes, f"{DROPOUT}={model_config[DROPOUT]} is not applied: unsupported")
-    kept = _kept(source, model_config, texts)
+        tensors, files = open_safetensors(source), _contents(source, KEPT)
+    if stated.get(DROPOUT):
+        notes = (*notes, f"{DROPOUT}={stated[DROPOUT]} is not applied: unsupported")
     # 2. read the model and its parameters
-    settings = model_settings(model_config)
-    stated = model_config.get(POSITIONS)
-    length = LONGEST if stated is None else min(stated, LONGEST)
+    settings, length = model_settings(stated), stated.get(kept.POSITIONS)
+    length = LONGEST if length is None else min(length, LONGEST)
     if length < 1:
-        what = f"{POSITIONS}={length} in config.json leaves no token"
+        what = f"{kept.POSITIONS}={length} in config.json leaves no token"
         raise ConfigError(f"{what}. Use 1 or more, or remove it.")
     model = replace(settings_from(Transformer, settings, "model"), seq_len=length)
-    if (weight := model_config.get(BALANCE)) and any(model.has_experts):
+    if (weight := stated.get(BALANCE)) and any(model.has_experts):
         # the loss of `transformers` is top_k for even loads, ppctl's is 1 in each layer
         equal = weight * model.moe.top_k / sum(model.has_experts)
         what = f"model.moe.balance_loss={equal:.3g} weighs even loads alike"
         notes = (*notes, f"{BALANCE}={weight} is not applied: {what}")
     stack = models.transformer(**settings)
     shapes = stack.param_shapes
-    wanted, tensors = named_parameters(shapes, model_config), by_expert(tensors, model_config)
-    tensors.check({each.name: each.shape for each in wanted})
-    params = _params(shapes, wanted, tensors)
+    params = _params(shapes, named_parameters(shapes, stated), by_expert(tensors, stated))
     # 3. write the run directory
     run = Run(name=out.absolute().name, dir=str(out))
-    recorded = asdict(Config(model=model, data=Tokens(path=str(source.absolute())), run=run))
-    with all_or_nothing(out) as part:
-        with Checkpoints(part / "checkpoints", keep=1) as checkpoints:
-            if not checkpoints.save(0, {"params": params}, metadata(recorded, model, source)):
-                raise ConfigError(f"A number in {source} is not finite. It cannot be imported.")
-        (part / "config.yaml").write_text(yaml.safe_dump(recorded, sort_keys=False))
-        (part / SOURCE).mkdir()
-        for name, content in kept.items():
-            (part / SOURCE / name).write_bytes(content)
-        lines = commands(out, part / SOURCE)
-        write_recipe(part, out, settings | {"seq_len": length}, lines)
+    config = Config(model=model, data=Tokens(path=str(source.absolute())), run=run)
+    commands = _write_run(out, source, config, model, settings, params, files)
     count = sum(jax.tree.leaves(stack.counts(shapes)))
-    return Imported(model, count, tuple(kept), lines, tuple(notes))
+    return Imported(model, count, tuple(files), commands, tuple(notes))
+
+
+def import_adapter(source: Path, base: Path, out: Path) -> Imported:
+    """Import PEFT adapters as a run directory `out` with optim.train=lora.
+
+    source: directory of the adapters; base: directory of the run whose model they adapt.
+    Raises ConfigError if the adapters are missing, of an unsupported kind or of another model, or
+    if `out` exists.
+    """
+    check_new(out)
+    # 1. read the adapters and their model
+    peft, tensors = json_object(source / ADAPTER_CONFIG), open_safetensors(source)
+    base_model = open_language_model(base)
+    model = base_model.transformer
+    of_base = model_config(model, base_model.vocab_size)
+    lora = _lora(peft, tensors, model, source / ADAPTER_CONFIG)
+    settings = model_settings(of_base)
+    shapes = models.transformer(**settings, lora=lora).param_shapes
+    wanted = named_parameters(shapes, of_base, adapters=True)
+    # 2. join the parameters of base and adapters, and write the run directory
+    only_new = jax.tree.map(
+        lambda is_new, leaf: leaf if is_new else None, are_adapters(shapes), shapes
+    )
+    params = with_base(jax.device_get(_params(only_new, wanted, tensors)), base_model.params)
+    optim: dict[str, Any] = {"train": "lora", "lora_rank": lora.rank, "lora_alpha": lora.alpha}
+    optim |= {} if lora.targets is None else {"lora_targets": [*lora.targets]}
+    optim |= {"lora_dropout": lora.dropout} if lora.dropout else {}
+    run = replace(
+        base_model.config.run, name=out.absolute().name, dir=str(out), start_from=str(base)
+    )
+    config = replace(base_model.config, optim=AdamW(**optim), run=run)
+    folder = base / kept.SOURCE
+    files = _contents(folder, sorted(os.listdir(folder)) if folder.is_dir() else ())
+    commands = _write_run(out, source, config, model, settings, params, files, optim)
+    count = sum(math.prod(each.shape) for each in wanted)
+    return Imported(model, count, tuple(files), commands)
+
+
+def _contents(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
+    """Return the contents of the files of these names, by name. ConfigError if unreadable."""
+    contents = dict[str, bytes]()
+    for file in (folder / name for name in names if os.path.lexists(folder / name)):
+        with os_errors(f"{file} cannot be read", "Restore it, or remove it.", form=IN_BRACKETS):
+            contents[file.name] = read_file(file)
+    return contents
 
 
 def _params(shapes: Tree, wanted: list[Named], tensors: Tensors) -> Tree:
-    """Return the parameters, each leaf divided over all devices along its first divisible dim."""
+    """Return the parameters, each leaf divided over all devices along its first divisible dim.
+
+    ConfigError if `tensors` are not the `wanted` ones.
+    """
+    tensors.check({each.name: each.shape for each in wanted})
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((len(all_devices()),), ("all",), axis_types=auto)
-
     read_last = lru_cache(1)(tensors.read)  # consecutive reads are of the same tensor
 
     def leaf(keys: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
@@ -146,77 +181,79 @@ def _params(shapes: Tree, wanted: list[Named], tensors: Tensors) -> Tree:
     return jax.tree_util.tree_map_with_path(leaf, shapes)
 
 
-def metadata(recorded: Mapping[str, Any], model: Transformer, source: Path) -> dict[str, Any]:
-    """Return a checkpoint's metadata, in the form that training writes."""
-    about, sizes = ("imported", str(source), ""), (1, 0, 1, 0)
-    data = DataSet(*about, *sizes, lambda _: {}, vocab_size=model.vocab_size)
-    tokens = jax.ShapeDtypeStruct((1, model.seq_len), np.int32)
-    shapes = {"inputs": tokens, "targets": tokens}
-    return checkpoint_metadata(recorded, 0, {}, description(data, shapes))
+# --- the run directory --------------------------------------------------------------------------
 
 
-def _kept(
-    source: Path, model_config: Mapping[str, Any], texts: Mapping[str, str]
-) -> dict[str, bytes]:
-    """Return the contents of the files to keep for an export, by name.
+def _write_run(
+    out: Path,
+    source: Path,
+    config: Config,
+    model: Transformer,
+    settings: dict[str, Any],
+    params: Tree,
+    files: Mapping[str, bytes],
+    optim: Mapping[str, Any] | None = None,
+) -> tuple[str, ...]:
+    """Write a run directory: checkpoint, settings, recipe and kept files; return the commands.
 
-    texts: tokenizer files of a GGUF file. ConfigError if a file cannot be read.
+    settings, optim: those of model and optim in the recipe; optim None: the defaults. ConfigError
+    if a parameter is not finite.
     """
-    if source.is_file():
-        made = {MODEL_CONFIG: json.dumps(model_config, indent=2) + "\n", **texts}
-        return {name: text.encode() for name, text in made.items()}
-    kept = dict[str, bytes]()
-    for file in (source / name for name in KEPT if os.path.lexists(source / name)):
-        try:
-            kept[file.name] = read_file(file)
-        except OSError as error:
-            why = f"{file} cannot be read ({error.strerror})"
-            raise ConfigError(f"{why}. Restore it, or remove it.") from error
-    return kept
+    recorded, part_of = asdict(config), ("imported", str(source), "")
+    data = DataSet(*part_of, 1, 0, 1, 0, lambda _: {}, vocab_size=model.vocab_size)
+    tokens = jax.ShapeDtypeStruct((1, model.seq_len), np.int32)
+    about = description(data, {"inputs": tokens, "targets": tokens})
+    with all_or_nothing(out) as part:
+        with Checkpoints(part / "checkpoints", keep=1) as checkpoints:
+            meta = checkpoint_metadata(recorded, 0, {}, about)
+            if not checkpoints.save(0, {"params": params}, meta):
+                raise ConfigError(f"A number in {source} is not finite. It cannot be imported.")
+        (part / "config.yaml").write_text(yaml.safe_dump(recorded, sort_keys=False))
+        (part / kept.SOURCE).mkdir()
+        for name, content in files.items():
+            (part / kept.SOURCE / name).write_bytes(content)
+        commands = _commands(out, part / kept.SOURCE)
+        (part / RECIPE).parent.mkdir()
+        settings = settings | {"seq_len": model.seq_len}
+        (part / RECIPE).write_text(_recipe(out, settings, commands, FILE in files, optim))
+    return commands
 
 
-def commands(out: Path, kept: Path) -> tuple[str, ...]:
+def _commands(out: Path, folder: Path) -> tuple[str, ...]:
     """Return the commands that train a model on texts, and on chats if there is a template.
 
-    out: the imported run's directory. kept: the folder of the model's files; if it has no
+    out: the imported run's directory. folder: the folder of the model's files; if it has no
     tokenizer, the only command trains on token ids.
     """
     command = f"ppctl train --config-dir {shlex.quote(str(out))} recipes=imported"
-    if not (kept / FILE).is_file():
+    if not (folder / FILE).is_file():
         return (f"{command} data=tokens data.path=IDS.npy",)
-    settings = json_object(kept / SETTINGS)
+    settings = json_object(folder / SETTINGS)
     end = "" if special_token(settings, "eos_token") else """ 'data.end_token="TOKEN"'"""
     text = f"{command} data=text data.path=TEXT.txt{end}"
-    if chat_template(kept, settings) is None:
+    if chat_template(folder, settings) is None:
         return (text,)
     chats = f"data.path=CHATS.jsonl data.field=messages data.packing=true{end}"
     return (text, f"{command} data=text {chats}")
 
 
-def write_recipe(
-    part: Path,
+def _recipe(
     out: Path,
-    settings: dict[str, Any],
-    lines: Sequence[str],
-    optim: Mapping[str, Any] | None = None,
-) -> None:
-    """Write the recipe to train the imported parameters.
-
-    part: directory of the unfinished files of `out`; settings: those of model; lines: commands for
-    the recipe's header; optim: settings of optim, None: the defaults.
-    """
+    settings: Mapping[str, Any],
+    commands: Sequence[str],
+    has_tokenizer: bool,
+    optim: Mapping[str, Any] | None,
+) -> str:
+    """Return the recipe to train the imported parameters; arguments as in `_write_run`."""
     run = {"name": f"{out.name}-trained", "start_from": str(out.absolute())}
     defaults = [{"override /model": "transformer"}, *_layout(settings["num_layers"])]
     document = {"defaults": defaults, "model": settings, "run": run}
     document |= {} if optim is None else {"optim": dict(optim)}
-    has_tokenizer = (part / SOURCE / FILE).is_file()
-    tokenizer = out.absolute() / SOURCE if has_tokenizer else "none came with the model"
+    tokenizer = out.absolute() / kept.SOURCE if has_tokenizer else "none came with the model"
     head = ["# @package _global_", "# Written by `ppctl import`."]
     head += [f"# Tokenizer: {tokenizer} (default of data.tokenizer)"]
-    head += [f"# Command: {command}" for command in lines]
-    path = part / RECIPE
-    path.parent.mkdir()
-    path.write_text("\n".join([*head, yaml.safe_dump(document, sort_keys=False)]))
+    head += [f"# Command: {command}" for command in commands]
+    return "\n".join([*head, yaml.safe_dump(document, sort_keys=False)])
 
 
 def _layout(num_layers: int) -> list[dict[str, str]]:
@@ -230,3 +267,51 @@ def _layout(num_layers: int) -> list[dict[str, str]]:
         return []
     pp = min(default.pp, 1 << (num_layers.bit_length() - 1))
     return [{"override /mesh": f"{default.dp}x{pp}"}, {"override /schedule": Eager1F1B().name}]
+
+
+# --- adapters -----------------------------------------------------------------------------------
+
+ADAPTER_CONFIG = "adapter_config.json"  # PEFT's config
+READ: dict[str, Any] = {  # key: its type; bool is an int, but no number of a config
+    "peft_type": str,
+    "r": int,
+    "lora_alpha": (int, float),
+    "lora_dropout": (int, float, type(None)),
+    "use_rslora": (bool, type(None)),
+}
+NO_FUNCTION = """
+task_type auto_mapping peft_version base_model_name_or_path revision inference_mode target_modules
+exclude_modules layers_pattern megatron_config megatron_core loftq_config eva_config corda_config
+lora_ga_config velora_config qalora_group_size runtime_config ensure_weight_tying
+"""  # keys without effect on a trained adapter's outputs; the tensors' names state the modules
+# kinds of initialization that leave the base as it is; others (pissa, olora, ...) change it
+UNCHANGED_BASE = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+
+
+def _lora(config: Mapping[str, Any], tensors: Tensors, model: Transformer, file: Path) -> Lora:
+    """Return rank, alpha, targets and dropout of adapters. ConfigError for an unsupported kind."""
+    # 1. refuse settings that make it something other than x W + alpha/r (x A) B
+    for key, value in config.items():
+        is_right = isinstance(value, READ.get(key, object))
+        if not is_right or (isinstance(value, bool) and key in READ and key != "use_rslora"):
+            raise ConfigError(f"{file} has {key}={value}, of a wrong type. Correct it.")
+    if config.get("peft_type") != "LORA":
+        kind = config.get("peft_type", "nothing")
+        raise ConfigError(f"{file} states peft_type={kind}. Only LORA can be imported.")
+    for key, value in config.items():
+        is_off = value in (UNCHANGED_BASE if key == "init_lora_weights" else (None, [], {}, "none"))
+        if not (is_off or value is False or key in READ or key in NO_FUNCTION.split()):
+            what = f"{file} has {key}={value}, which ppctl's adapters lack"
+            raise ConfigError(f"{what}. Merge it with its base in PEFT, and import that model.")
+    # 2. read its sizes
+    rank, alpha, dropout = config.get("r"), config.get("lora_alpha"), config.get("lora_dropout")
+    if not rank or rank < 1 or not alpha or not 0 < alpha < math.inf:
+        raise ConfigError(f"{file} has r={rank} and lora_alpha={alpha}: both must be positive.")
+    if config.get("use_rslora"):  # PEFT scales by alpha/sqrt(r), ppctl by alpha/r
+        alpha *= math.sqrt(rank)
+    found = set[str | None]()
+    for each in model.linear_maps:
+        endings = tuple(f".{each.tensor}.{ending}.weight" for ending in PEFT.values())
+        found |= {each.target for name in tensors.shapes if name.endswith(endings)}
+    targets = tuple(target for target in TARGETS if target in found)
+    return Lora(rank, float(alpha), targets, dropout or 0.0)

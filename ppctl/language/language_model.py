@@ -11,14 +11,7 @@ import jax.numpy as jnp
 from ppctl.config import Config, Transformer
 from ppctl.config.groups.transformer_sizes import Architecture
 from ppctl.data.chat_templates import render_question
-from ppctl.data.tokenizer import (
-    FILE,
-    Tokenizer,
-    json_object,
-    load_tokenizer,
-    states_end,
-    token_with_id,
-)
+from ppctl.data.tokenizer import FILE, Tokenizer, json_object, load_tokenizer, token_with_id
 from ppctl.errors import ConfigError
 from ppctl.executors.device_mesh import all_devices
 from ppctl.model.lora import Lora
@@ -27,13 +20,7 @@ from ppctl.model.transformer import transformer
 from ppctl.training.checkpoint.stored_adapters import merged_params, stored_lora
 from ppctl.training.checkpoint.stored_checkpoints import StoredCheckpoints
 from ppctl.training.pipeline.jax_start import set_arithmetic
-from ppctl.training.run.kept_tokenizer import (
-    MODEL_CONFIG,
-    POSITIONS,
-    SOURCE,
-    configured_ends,
-    tokenizer_name,
-)
+from ppctl.training.run import kept_tokenizer as kept
 from ppctl.training.run.saved_run import SavedRun, load_run
 from ppctl.user_files import check_text
 
@@ -68,11 +55,9 @@ class LanguageModel:
     @cached_property
     def _stored(self) -> tuple[int, Tree]:
         checkpoints, cpu = self._checkpoints, all_devices("cpu")[0]
-
-        def read(step: int) -> tuple[int, Tree]:
-            return step, merged_params(checkpoints, step, cpu)
-
-        return self.run.read(self.requested, read)
+        return self.run.read(
+            self.requested, lambda step: (step, merged_params(checkpoints, step, cpu))
+        )
 
     @cached_property
     def adapters(self) -> tuple[int, Lora, Tree] | None:
@@ -97,7 +82,7 @@ class LanguageModel:
     @cached_property
     def num_positions(self) -> int:
         """The maximum tokens of a text: config.json's number, or the training length if larger."""
-        stated = json_object(self.directory / SOURCE / MODEL_CONFIG).get(POSITIONS)
+        stated = json_object(self.directory / kept.SOURCE / kept.MODEL_CONFIG).get(kept.POSITIONS)
         return max(self.transformer.seq_len, stated if isinstance(stated, int) else 0)
 
     @cached_property
@@ -119,7 +104,7 @@ class LanguageModel:
     @property
     def tokenizer_name(self) -> str | None:
         """The value of data.tokenizer that names the run's tokenizer; None if unknown."""
-        return tokenizer_name(self.directory, self.config.data)
+        return kept.tokenizer_name(self.directory, self.config.data)
 
     @property
     def end_token(self) -> str | None:
@@ -128,21 +113,19 @@ class LanguageModel:
         None if the tokenizer states it, or no file does.
         """
         end = getattr(self.config.data, "end_token", None)
-        if end is not None or not self.ends_of_model or states_end(self.known_tokenizer_name):
+        if end is not None or not self.ends_of_model:
             return end
         return token_with_id(self.known_tokenizer_name, self.ends_of_model[0])
 
     @cached_property
     def ends_of_model(self) -> tuple[int, ...]:
         """The eos_token_id in the model's files. ConfigError if the model lacks one."""
-        ends = configured_ends(self.directory)
+        ends = kept.configured_ends(self.directory)
         for end in ends:
             if not 0 <= end < self.vocab_size:
-                what = f"eos_token_id={end} in the files of {self.directory / SOURCE}"
-                raise ConfigError(
-                    f"{what} is not one of the model's {self.vocab_size} tokens. Correct it, or "
-                    "remove it."
-                )
+                what = f"eos_token_id={end} in the files of {self.directory / kept.SOURCE}"
+                rest = f"is not one of the model's {self.vocab_size} tokens"
+                raise ConfigError(f"{what} {rest}. Correct it, or remove it.")
         return ends
 
     @cached_property

@@ -5,14 +5,14 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ppctl.errors import ConfigError, one_line
+from ppctl.errors import ConfigError, one_line, os_errors
 from ppctl.reports.run_files import UNFINISHED
 from ppctl.reports.terminal_output import replace_file
 from ppctl.user_files import open_file, read_text
@@ -40,14 +40,9 @@ def check_new(out: Path) -> None:
         raise ConfigError(f"{out} exists already, and nothing is overwritten. Name another --out.")
 
 
-@contextmanager
-def writing_to(out: Path) -> Iterator[None]:
+def writing_to(out: Path) -> AbstractContextManager[None]:
     """Raise ConfigError if the body cannot write to `out`."""
-    try:
-        yield
-    except OSError as error:
-        why = f"{out} cannot be written: {error.strerror or error}"
-        raise ConfigError(f"{why}. Name another directory with --out.") from error
+    return os_errors(f"{out} cannot be written", "Name another directory with --out.")
 
 
 def _left_by_a_kill(out: Path) -> list[str]:

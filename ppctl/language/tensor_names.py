@@ -97,8 +97,7 @@ def named_parameters(
     table = layer_names(model) | OTHERS.get(model_config["model_type"], {})
     uses = {True: {"mlp"}, False: {*PARTS}}  # parts that a layer lacks, by has_experts
     counters = {"/".join(names) for names in (COUNTED, DROPPED)}
-    whole: list[Named] = []
-    layers: dict[int, list[Named]] = {}
+    whole, layers = list[Named](), list[Named]()
     # 2. name the tensors of each parameter
     for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
         path = tuple(key.key for key in keys)
@@ -107,7 +106,7 @@ def named_parameters(
             continue
         is_transposed = is_adapter or path[-1] in TRANSPOSED or path[1] == "experts"
         if path[0] == "embed_head":
-            shape = leaf.shape[::-1] if is_transposed else leaf.shape
+            shape = leaf.shape[:: -1 if is_transposed else 1]
             whole.append(Named(EMBED_HEAD["/".join(path[1:])], path, (), shape, is_transposed))
             continue
         of_table = "/".join((*path[1:-1], "kernel" if is_adapter else path[-1]))
@@ -120,13 +119,10 @@ def named_parameters(
         numbers = [(e,) for e in range(leaf.shape[1])] if "{}" in name else [()]
         for l, has_experts in enumerate(model.has_experts):
             for number in numbers if path[1] not in uses[has_experts] else ():
-                shape = leaf.shape[1 + len(number) :]
-                shape = shape[::-1] if is_transposed else shape
+                shape = leaf.shape[1 + len(number) :][:: -1 if is_transposed else 1]
                 named = f"{prefix}.{l}.{name.format(*number)}"
-                layers.setdefault(l, []).append(
-                    Named(named, path, (l, *number), shape, is_transposed)
-                )
-    return [*whole, *(each for l in sorted(layers) for each in layers[l])]
+                layers.append(Named(named, path, (l, *number), shape, is_transposed))
+    return [*whole, *sorted(layers, key=lambda each: each.place[0])]
 
 
 def by_expert(tensors: Tensors, model_config: Mapping[str, Any]) -> Tensors:
@@ -136,20 +132,17 @@ def by_expert(tensors: Tensors, model_config: Mapping[str, Any]) -> Tensors:
     """
     # 1. list the tensors, and the place of each in a fused one
     table = LAYER | OTHERS.get(model_config["model_type"], {})
-    num_layers = model_config["num_hidden_layers"]
+    num_layers, is_glm = model_config["num_hidden_layers"], model_config["model_type"] == "glm4_moe"
     places, shapes = dict[str, tuple[str, Any]](), dict[str, tuple[int, ...]]()
     sources = dict[str, str]()  # fused tensors, by the name of a part
     for name, shape in tensors.shapes.items():
         layer, _, rest = name.partition(".mlp.")
         parts = FUSED.get(rest.removeprefix("experts."), ())
-        if (
-            name.startswith(f"model.layers.{num_layers}.")
-            and model_config["model_type"] == "glm4_moe"
-        ):
+        if is_glm and name.startswith(f"model.layers.{num_layers}."):
             continue
         if rest == "gate.weight":  # fused files of Mixtral use this name, too
-            shapes[f"{layer}.{table['router/kernel']}"] = shape
-            places[f"{layer}.{table['router/kernel']}"] = name, ...
+            router = f"{layer}.{table['router/kernel']}"
+            shapes[router], places[router] = shape, (name, ...)
         elif len(shape) != 3 or not parts:
             shapes[name] = shape
         else:

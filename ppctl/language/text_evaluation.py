@@ -14,7 +14,7 @@ from ppctl.data.dataset import Batch, DataSet
 from ppctl.data.document_files import json_value
 from ppctl.data.token_windows import NO_TOKEN
 from ppctl.data.tokenizer import Tokenizer
-from ppctl.errors import DataError
+from ppctl.errors import DataError, os_errors
 from ppctl.executors.device_mesh import all_devices
 from ppctl.executors.reference import outputs_of, reference
 from ppctl.language.language_model import LanguageModel
@@ -35,11 +35,9 @@ def loss_of_data(
     """
     # 1. check the vocabulary, and make the program
     if data.vocab_size is None or data.vocab_size > model.vocab_size:
-        have = "no token ids" if data.vocab_size is None else f"{data.vocab_size} token ids"
-        raise DataError(
-            f"data={data.name} has {have}, but the model in {model.directory} has "
-            f"{model.vocab_size}."
-        )
+        have = f"{'no' if data.vocab_size is None else data.vocab_size} token ids"
+        of_model = f"the model in {model.directory} has {model.vocab_size}"
+        raise DataError(f"data={data.name} has {have}, but {of_model}.")
     stack, how = model.stack(packed=data.is_packed), {"remat": "none", "with_grads": False}
     mean = jax.jit(reference(stack, num_microbatches=1, dtype=model.dtype, **how))
     params = jax.device_put(model.params, all_devices()[0])
@@ -92,11 +90,8 @@ def read_questions(path: Path) -> list[Question]:
 
     A line: {"prompt": text, "choices": [text, ...], "answer": number from 0}.
     """
-    try:
+    with os_errors(f"--choices {path} cannot be read", "Use another file.", DataError):
         lines = lines_of_text(read_text(path))
-    except OSError as error:
-        why = f"--choices {path} cannot be read: {error.strerror}"
-        raise DataError(f"{why}. Use another file.") from error
     questions = [_question(path, n, line) for n, line in enumerate(lines, 1) if line.strip()]
     if not questions:
         raise DataError(f"--choices {path} is empty. Write one question per line.")
@@ -122,13 +117,12 @@ def answer_questions(model: LanguageModel, questions: Sequence[Question]) -> dic
 
     accuracy chooses the likeliest continuation, accuracy_per_byte the likeliest per UTF-8 byte.
     """
-    likelihood, right = log_likelihood(model), np.zeros(2, int)
+    likelihood, right, number = log_likelihood(model), np.zeros(2, int), len(questions)
     for prompt, choices, answer in questions:
         scores = np.array([likelihood(prompt, choice) for choice in choices])
         per_byte = scores / [len(choice.encode()) for choice in choices]
         right += [scores.argmax() == answer, per_byte.argmax() == answer]
-    accuracy, per_byte = (right / len(questions)).tolist()
-    number = len(questions)
+    accuracy, per_byte = (right / number).tolist()
     return {"num_questions": number, "accuracy": accuracy, "accuracy_per_byte": per_byte}
 
 

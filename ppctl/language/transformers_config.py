@@ -9,17 +9,8 @@ from ppctl.config.groups.model_settings import lacking
 from ppctl.config.groups.moe_settings import Experts
 from ppctl.config.groups.rope_settings import SCALINGS, Rope
 from ppctl.errors import ConfigError
-from ppctl.language.transformers_members import (
-    CAPS,
-    FRACTION,
-    MEMBERS,
-    NUM_EXPERTS,
-    NUM_SHARED,
-    SIZES,
-    SLIDING,
-    SPECIFIC,
-    Member,
-)
+from ppctl.language import transformers_members as members
+from ppctl.language.transformers_members import FRACTION, NUM_EXPERTS, NUM_SHARED, SIZES, Member
 
 ACTIVATIONS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu": "geglu_exact"}
 ALSO_CALLED = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
@@ -39,7 +30,7 @@ READ: dict[str, Any] = {  # key of config.json: its type
     **dict.fromkeys(("head_dim", "sliding_window", "max_window_layers"), int),
     **dict.fromkeys(("sliding_window_pattern", "max_position_embeddings"), int),
     **dict.fromkeys(("rms_norm_eps", "rope_theta", "rope_local_base_freq", DROPOUT), float),
-    **dict.fromkeys(CAPS.values(), float),
+    **dict.fromkeys(members.CAPS.values(), float),
     **dict.fromkeys((FRACTION, "routed_scaling_factor"), float),
     **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "norm_topk_prob"), bool),
     **dict.fromkeys(("attention_bias", "qkv_bias", "use_qk_norm"), bool),
@@ -76,18 +67,18 @@ def model_settings(config_json: Mapping[str, Any]) -> dict[str, Any]:
         if value is not None and not is_right:
             raise ConfigError(f"{key}={value} in config.json is not of type {kind.__name__}.")
     name = config_json.get("model_type")
-    if name not in MEMBERS:
+    if name not in members.MEMBERS:
         lacks = lacking(str(name))
         if lacks is not None:
             raise ConfigError(f"model_type={name}: ppctl's transformer has no {lacks}.")
         raise ConfigError(
-            f"model_type={name} is unsupported. ppctl has {', '.join(MEMBERS)}: Llama 2 "
+            f"model_type={name} is unsupported. ppctl has {', '.join(members.MEMBERS)}: Llama 2 "
             "and 3, SmolLM 2, Mistral, Mixtral, Qwen 1.5 to 3, OLMoE, GLM 4.5, Gemma 2 and 3 "
             "(text)."
         )
-    member = MEMBERS[name]
+    member = members.MEMBERS[name]
     given = {**member.defaults, **config_json}
-    unread = SPECIFIC - member.specific
+    unread = members.SPECIFIC - member.specific
     for key, value in given.items():
         is_known = (key in READ and key not in unread) or key in NO_FUNCTION.split()
         if value and not is_known and value != UNSCALED.get(key):
@@ -98,9 +89,12 @@ def model_settings(config_json: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"config.json states no {key}, without which the model has no size.")
     # 2. translate the settings
     found: dict[str, Any] = {setting: given.get(key) for setting, key in SIZES.items()}
-    found |= {"family": _family(member, given), "head_dim": given.get("head_dim")}
+    found |= {"family": member.family, "head_dim": given.get("head_dim")}
+    if member.switches:
+        bias, norm = (bool(key and given.get(key)) for key in member.switches)
+        found["family"] = FAMILY_OF[bias, norm]
     found["activation"] = _activation(given[member.activation], member.activation)
-    found |= {setting: given.get(CAPS[setting]) for setting in member.caps}
+    found |= {setting: given.get(members.CAPS[setting]) for setting in member.caps}
     # check num_layers before lists of this length are made
     Transformer(num_layers=given["num_hidden_layers"]).check()
     try:
@@ -150,13 +144,6 @@ def _normal_rope(rope: Rope) -> Rope:
         return rope
     values = {key: value for key, value in vars(rope.record).items() if value is not None}
     return replace(rope, scaling={"rope_type": rope.scaling["rope_type"], **values})
-
-
-def _family(member: Member, given: Mapping[str, Any]) -> str:
-    if not member.switches:
-        return member.family
-    bias, norm = (bool(key and given.get(key)) for key in member.switches)
-    return FAMILY_OF[bias, norm]
 
 
 def _experts(member: Member, given: Mapping[str, Any]) -> Experts:
@@ -252,7 +239,7 @@ def model_config(model: Transformer, vocab_size: int) -> dict[str, Any]:
     usual_values = {name: getattr(Transformer, name) for name in OF_TRAINING}
     model = replace(model, vocab_size=vocab_size, moe=moe, **usual_values)
     wanted, usual, nearest = _flat(_normal(model)), _flat(asdict(Transformer())), list[str]()
-    for name, member in MEMBERS.items():
+    for name, member in members.MEMBERS.items():
         config = _config_of(name, member, model)
         try:
             found = _flat(model_settings(config))
@@ -264,7 +251,7 @@ def model_config(model: Transformer, vocab_size: int) -> dict[str, Any]:
             return config
         nearest = min(nearest or unlike, unlike, key=len)
     raise ConfigError(
-        f"None of {', '.join(MEMBERS)} of transformers fits this model: the nearest has no "
+        f"None of {', '.join(members.MEMBERS)} of transformers fits this model: the nearest has no "
         f"{' '.join(nearest) or f'model.activation={model.activation}'}. It cannot be exported."
     )
 
@@ -286,7 +273,7 @@ def _config_of(name: str, member: Member, model: Transformer) -> dict[str, Any]:
     if "head_dim" in member.defaults or model.head_width * model.num_heads != model.d_model:
         config["head_dim"] = model.head_width
     # 2. caps, experts and switches
-    config |= {CAPS[setting]: getattr(model, setting) for setting in member.caps}
+    config |= {members.CAPS[setting]: getattr(model, setting) for setting in member.caps}
     config |= _expert_keys(member, model)
     stated = model.traits.qkv_bias, model.traits.qk_norm
     states = zip(member.switches, stated, strict=False)
@@ -300,7 +287,7 @@ def _config_of(name: str, member: Member, model: Transformer) -> dict[str, Any]:
     if member.windows is not None:
         config["sliding_window"] = model.window
     if member.windows == "pattern" and model.window is None:  # required, though no layer has one
-        config |= SLIDING
+        config |= members.SLIDING
     if member.windows == "upper":
         first = have.index(True) if any(have) else len(have)
         config |= {"use_sliding_window": any(have), "max_window_layers": first}

@@ -164,11 +164,11 @@ def _converse(
     model: LanguageModel, devices: Sequence[Any], options: Namespace, how: dict[str, Any]
 ) -> int:
     """Answer each line of the input, until an empty line or the end of the input; return 0."""
-    from ppctl.language.conversation import Conversation
+    from ppctl.language.generation import Conversation, first_messages
 
     _question(model, "", options.system)  # raises the template's errors before the first message
     ends = _ends(model, options)
-    conversation = Conversation(model, devices, ends, system=options.system, **how)
+    conversation = Conversation(model, devices, ends, first_messages(options.system), **how)
     number = 0
     prompt = "> " if sys.stdin.isatty() and not options.json else ""
     for message in _messages(prompt):
@@ -197,7 +197,7 @@ def _messages(prompt: str) -> Iterator[str]:
 
 
 def _question(model: LanguageModel, prompt: str, system: str | None) -> list[int]:
-    from ppctl.language.conversation import first_messages
+    from ppctl.language.generation import first_messages
 
     return model.encoded_chat([*first_messages(system), {"role": "user", "content": prompt}])
 

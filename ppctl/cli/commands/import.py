@@ -28,8 +28,7 @@ def parser() -> Parser:
 def serve(options: Namespace) -> int:
     """Write the run directory; return 0. ConfigError if ppctl has no such model."""
     source, out = Path(options.dir), Path(options.out)
-    from ppctl.language.import_adapter import ADAPTER_CONFIG, import_adapter
-    from ppctl.language.import_model import import_model
+    from ppctl.language.import_model import ADAPTER_CONFIG, import_adapter, import_model
 
     check_place(out, "--out")
     started = time.monotonic()
