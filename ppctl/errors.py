@@ -115,10 +115,7 @@ class DataError(PpctlError):
 
 @contextmanager
 def os_errors(
-    what: str,
-    remedy: str = "",
-    kind: type[PpctlError] = ConfigError,
-    form: str = "{}: {}",
+    what: str, remedy: str = "", kind: type[PpctlError] = ConfigError, form: str = "{}: {}"
 ) -> Iterator[None]:
     """Raise an error for an OSError in the body: `what`, the system's reason, the remedy.
 

@@ -2,9 +2,8 @@
 
 from ppctl.data.dataset import Batch, DataSet, with_held_out
 from ppctl.data.generated_data import regression, synthetic
-from ppctl.data.mixture import mixture
-from ppctl.data.text_dataset import stdlib, text
-from ppctl.data.token_windows import tokens
+from ppctl.data.text_dataset import mixture, stdlib, text
+from ppctl.data.token_examples import tokens
 
 __all__ = [
     "Batch",

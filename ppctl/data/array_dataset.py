@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ppctl.data.dataset import Batch, DataSet, divided, generator
-from ppctl.data.token_windows import digest
+from ppctl.data.token_examples import digest
 from ppctl.errors import DataError
 
 ORDER_SEED = 0  # not the run's seed: runs that differ in the seed hold out the same examples

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from ppctl.errors import DataError, missing_package, one_line
+from ppctl.errors import IN_BRACKETS, DataError, missing_package, one_line, os_errors
 from ppctl.user_files import read_text
 
 FILE = "chat_template.jinja"
@@ -62,16 +62,13 @@ def chat_template(directory: Path, settings: Mapping[str, Any]) -> ChatTemplate 
     tokens = tuple((name, token) for name in TOKENS if (token := special_token(settings, name)))
     file = directory / FILE
     if file.is_file():
-        try:
+        remedy = "Restore it, or remove it."
+        with os_errors(f"{file} cannot be read", remedy, DataError, IN_BRACKETS):
             return _template(file, read_text(file), tokens)
-        except OSError as error:
-            why = f"{file} cannot be read ({error.strerror})"
-            raise DataError(f"{why}. Restore it, or remove it.") from error
     source = settings.get("chat_template")
     if isinstance(source, list):
         named = (each for each in source if isinstance(each, dict))
-        defaults = (each.get("template") for each in named if each.get("name") == "default")
-        source = next(defaults, None)
+        source = next((x.get("template") for x in named if x.get("name") == "default"), None)
     if source is None:
         return None
     if not isinstance(source, str):

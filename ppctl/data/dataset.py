@@ -44,7 +44,7 @@ class DataSet:
     input_dim: int | None = None  # features per row; None: tokens
     target_dim: int | None = None
     is_shuffled: bool = True  # False: each epoch is in the order of the indices
-    is_packed: bool = False  # inputs mark where documents start, see `ppctl.data.pack_documents`
+    is_packed: bool = False  # inputs mark where documents start, see `ppctl.data.token_examples`
     mixture: Sequence[Part] = ()  # consecutive parts, mixed by weight, each with a separate order
     num_short: int = 0  # padded examples with the last indices; not used in training
     # the user's row of each index [num_examples + num_eval_examples]; None: equal to the index
@@ -82,9 +82,8 @@ class DataSet:
         num_needed = num_batches * self.batch_size
         if num_needed > self.num_eval_examples:
             most = self.num_eval_examples // self.batch_size
-            fewer = f"run.eval_batches={most}"
-            if not most:
-                fewer = "a smaller data.batch_size, run.eval_every=null"
+            smaller = "a smaller data.batch_size, run.eval_every=null"
+            fewer = f"run.eval_batches={most}" if most else smaller
             raise DataError(
                 f"run.eval_batches*data.batch_size = {num_batches}*{self.batch_size} = "
                 f"{num_needed} is more than the {self.num_eval_examples} examples held out of "
@@ -113,7 +112,10 @@ class DataSet:
         bounds = np.cumsum([0, *(num for num, _, _ in self._parts)]).tolist()
         orders = []
         for i, (first, last) in enumerate(pairwise(bounds)):
-            seed = _order_seed(self.seed, *((i,) if self.mixture else ()))
+            part = (i,) if self.mixture else ()
+            # grain shuffles epoch e with seed + e: without a hash, epoch 1 of seed 0 would be epoch
+            # 0 of seed 1
+            seed = int(np.random.SeedSequence(self.seed, spawn_key=part).generate_state(1)[0])
             in_order = grain.MapDataset.range(first, last)
             orders.append((shuffled(first, last, seed) if self.is_shuffled else in_order).repeat())
         return mixed(orders, [weight for _, _, weight in self._parts])
@@ -172,11 +174,6 @@ def mixed(
     for order in orders:
         order[0]  # grain sets up its counters on the first access, which is not thread-safe
     return grain.MapDataset.mix(orders, weights)
-
-
-def _order_seed(seed: int, *part: int) -> int:
-    # grain shuffles epoch e with seed+e: without a hash, epoch 1 of seed 0 = epoch 0 of seed 1.
-    return int(np.random.SeedSequence(seed, spawn_key=part).generate_state(1)[0])
 
 
 def num_held_out(
@@ -254,12 +251,8 @@ def with_held_out(data: DataSet, held_out: DataSet) -> DataSet:
     first = data.num_examples
 
     def read(numbers: np.ndarray) -> Batch:
-        is_own = numbers < first
-        if is_own.all() or not is_own.any():
-            return data.read(numbers) if is_own.all() else held_out.read(numbers - first)
-        parts = data.read(numbers[is_own]), held_out.read(numbers[~is_own] - first)
-        order = np.argsort(np.argsort(~is_own, kind="stable"))
-        return {name: np.concatenate([part[name] for part in parts])[order] for name in parts[0]}
+        is_held_out = numbers >= first
+        return read_from((data, held_out), is_held_out, numbers - first * is_held_out)
 
     return replace(
         data,
@@ -269,6 +262,18 @@ def with_held_out(data: DataSet, held_out: DataSet) -> DataSet:
         num_eval_examples=held_out.num_examples,
         num_short=held_out.num_short,
     )
+
+
+def read_from(sets: Sequence[DataSet], part: np.ndarray, numbers: np.ndarray) -> Batch:
+    """Return a batch of several data sets: row i is example numbers[i] of sets[part[i]]."""
+    batch: Batch = {}
+    for i, each in enumerate(sets):
+        rows = np.flatnonzero(part == i)
+        if len(rows) or not len(numbers):
+            for name, array in each.read(numbers[rows]).items():
+                shape = len(numbers), *array.shape[1:]
+                batch.setdefault(name, np.empty(shape, array.dtype))[rows] = array
+    return batch
 
 
 def fingerprint(**parts: object) -> str:

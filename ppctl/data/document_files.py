@@ -17,12 +17,13 @@ import sys
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
-from ppctl.errors import DataError, missing_package, setting
+from ppctl.errors import IN_BRACKETS, DataError, missing_package, os_errors, setting
 from ppctl.user_files import UTF_16, check_text, open_file
 
 KINDS = {".jsonl": "json_lines", ".ndjson": "json_lines", ".parquet": "parquet"}  # others: text
@@ -113,27 +114,26 @@ def documents_of(source: Source, doing: str) -> Iterator[Document | Broken]:
 def check_skipped(broken: Broken, source: Source) -> None:
     """Raise DataError for a broken document, unless the source skips broken ones."""
     if not source.skips_broken:
-        place, reason = broken
-        skip = setting("data.on_error", "skip")
-        raise DataError(f"{place} {reason}. Use {skip} to leave it out, or correct it.")
+        remedy = f"Use {setting('data.on_error', 'skip')} to leave it out, or correct it."
+        raise DataError(f"{broken.place} {broken.reason}. {remedy}")
 
 
 def read_documents(file: Path, fields: Fields) -> Iterator[Document | Broken]:
     """Yield a file's documents and broken ones, in order. DataError if it cannot be read."""
     readers = {"text": _text, "json_lines": _json_lines, "parquet": _parquet}
-    try:
-        yield from readers[kind_of(file)](file, fields)
-    except OSError as error:
-        if not error.strerror:  # pyarrow's error for a damaged file
-            yield Broken(str(file), str(error))
-            return
-        raise unreadable(file, error) from error
+    with readable(file):
+        try:
+            yield from readers[kind_of(file)](file, fields)
+        except OSError as error:
+            if error.strerror:
+                raise
+            yield Broken(str(file), str(error))  # pyarrow's error for a damaged file
 
 
-def unreadable(file: Path, error: OSError) -> DataError:
-    return DataError(
-        f"{file} cannot be read ({error.strerror}). Make it readable, or use another data.path."
-    )
+def readable(file: Path) -> AbstractContextManager[None]:
+    """Raise DataError if the body cannot read a file."""
+    remedy = "Make it readable, or use another data.path."
+    return os_errors(f"{file} cannot be read", remedy, DataError, IN_BRACKETS)
 
 
 # --- text ---------------------------------------------------------------------------------------
@@ -170,15 +170,13 @@ def _text(file: Path, fields: Fields) -> Iterator[Document | Broken]:
             return
         lines = io.TextIOWrapper(cast("Any", source), encoding=UTF_8, newline="\n")
         paragraph, first = "", 0
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(chain(lines, [""]), 1):  # "" ends the last paragraph
             if line.strip():
                 first = first if paragraph else number
                 paragraph += line
             if paragraph and (fields.document == "line" or not line.strip()):
                 yield Document(paragraph.rstrip(), f"{file} line {first}")
                 paragraph = ""
-        if paragraph:
-            yield Document(paragraph.rstrip(), f"{file} line {first}")
 
 
 def _pieces(file: Path, source: IO[bytes]) -> Iterator[Document]:

@@ -1,18 +1,20 @@
-"""Language data from files of text, JSON lines or Parquet: the user's, or Python's library."""
+"""Language data from files of text, JSON lines or Parquet: one part, or several by weight."""
 
 import glob
+import math
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ppctl.data.dataset import DataSet
+import numpy as np
+
+from ppctl.data.dataset import Batch, DataSet, fingerprint, held_out_of, read_from
 from ppctl.data.document_files import Fields, Source, kind_of
-from ppctl.data.pack_documents import packed
 from ppctl.data.token_cache import Tokens, cached_tokens
-from ppctl.data.token_windows import from_tokens
+from ppctl.data.token_examples import from_tokens, packed
 from ppctl.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from ppctl.errors import DataError
 from ppctl.user_files import why_not_plain
@@ -68,8 +70,8 @@ def text(
     # 1. tokenize the files, or read the cache
     source = source or f"data=text data.path={path}"
     by, fields = load_tokenizer(tokenizer, end_token), Fields(field, prompt_field, document)
-    how_read = {"skips_broken": on_error == "skip", "opening": source, "cache_dir": cache_dir}
-    files = source_of([path], fields, **how_read)
+    skips_broken = on_error == "skip"
+    files = source_of([path], fields, skips_broken, opening=source, cache_dir=cache_dir)
     tokens = cached_tokens("text", files, by, "", cache_dir)
     # 2. make the data set
     if not len(tokens.ids):
@@ -82,13 +84,67 @@ def text(
     return _data_set(tokens, by, name="text", source=source, **how)
 
 
+def mixture(
+    *,
+    parts: Sequence[Mapping[str, Any]],
+    batch_size: int,
+    seed: int,
+    eval_fraction: float,
+    **how: Any,
+) -> DataSet:
+    """Return a data set that interleaves several parts in proportion to their weights.
+
+    Epochs are counted for each part separately. Each part holds out eval_fraction of its examples,
+    and its share of a batch at least.
+    how: further arguments of `text`. Raises DataError if a part has too few examples to train on or
+    to hold out.
+    """
+    # 1. the data set of each part
+    how |= {"batch_size": 1, "seed": seed, "eval_fraction": eval_fraction}
+    sets, weights = list[DataSet](), [float(part["weight"]) for part in parts]
+    shares = [weight / sum(weights) for weight in weights]
+    for number, part in enumerate(parts):
+        of_part = {key: value for key, value in part.items() if key != "weight"}
+        how["least_held_out"] = math.ceil(batch_size * shares[number])
+        sets.append(text(source=f"data.parts[{number}].path={part['path']}", **of_part, **how))
+
+    # 2. number the examples: training ones of all parts, then held-out ones, then short ones
+    sizes = [(each.num_examples, each.num_eval_examples, each.num_short) for each in sets]
+    trained, held_out, short = zip(*sizes, strict=True)
+    bounds = np.cumsum([0, *trained, *held_out, *short])
+    # piece: training, held-out or short examples of a part; before: first index in the part
+    before = (np.cumsum(sizes, axis=1) - sizes).T.ravel()
+
+    def read(numbers: np.ndarray) -> Batch:
+        piece = np.searchsorted(bounds, numbers, side="right") - 1
+        return read_from(sets, piece % len(sets), numbers - bounds[piece] + before[piece])
+
+    # 3. names and sizes
+    texts = [f"{share:.1%} {each.source}" for share, each in zip(shares, sets, strict=True)]
+    mixed = tuple(zip(trained, held_out, weights, strict=True))
+    order = {"name": "mixture", "batch_size": batch_size, "seed": seed}
+    digests = [each.fingerprint for each in sets]
+    return DataSet(
+        **order,
+        source=f"data=mixture: {'; '.join(texts)}",
+        fingerprint=fingerprint(**order, parts=digests, weights=weights),
+        num_examples=sum(trained),
+        num_eval_examples=len(held_out_of(sum(trained), mixed)) if eval_fraction > 0 else 0,
+        read=read,
+        vocab_size=sets[0].vocab_size,
+        is_packed=sets[0].is_packed,
+        mixture=mixed,
+        num_short=sum(short),
+    )
+
+
 def _data_set(tokens: Tokens, by: Tokenizer, *, packing: bool, **how: Any) -> DataSet:
     """Return the data set of tokenized documents: packed, or joined and cut into windows."""
     about = "" if by.name == BYTES else f", {len(tokens.ids):,} tokens of {by.name}"
     if tokens.num_skipped:
         about += f", {tokens.num_skipped} broken skipped (first: {tokens.first_skipped})"
-    how |= {"is_learned": tokens.is_learned, "content": tokens.content}
-    how |= {"vocab_size": by.vocab_size, "about": about}
+    how |= {"is_learned": tokens.is_learned, "content": tokens.content, "about": about}
+    how |= {"vocab_size": by.vocab_size}
     if packing:
         return packed(tokens.ids, tokens.ends, end=by.end, **how)
     return from_tokens(tokens.ids, **how)
@@ -97,8 +153,8 @@ def _data_set(tokens: Tokens, by: Tokenizer, *, packing: bool, **how: Any) -> Da
 def source_of(
     paths: Sequence[str],
     fields: Fields,
-    *,
     skips_broken: bool,
+    *,
     opening: str | None = None,
     cache_dir: str | None = None,
 ) -> Source:

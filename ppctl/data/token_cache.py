@@ -14,25 +14,19 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from ppctl.data import document_files
 from ppctl.data.chat_templates import render
-from ppctl.data.document_files import (
-    Broken,
-    Document,
-    Source,
-    check_skipped,
-    documents_of,
-    unreadable,
-)
-from ppctl.data.token_windows import digest, open_bin
+from ppctl.data.document_files import Broken, Document, Source
+from ppctl.data.token_examples import digest, open_bin
 from ppctl.data.tokenizer import BYTES, Tokenizer
-from ppctl.errors import DataError
+from ppctl.errors import IN_BRACKETS, DataError, os_errors
 
 VERSION = 4  # version of the files, hashed into the directory's name
 RECORD = "record.json"
@@ -61,11 +55,9 @@ def cached_tokens(
     cannot be written.
     """
     path = Path(cache_dir).expanduser() / f"{name}-{_key(source, tokenizer, salt)}.tokens"
-    tokens = _read(path)
-    if tokens is None:
+    if (tokens := _read(path)) is None:
         with _locked(path) as made:
-            tokens = _read(path)  # another process may have written it meanwhile
-            if tokens is None:
+            if (tokens := _read(path)) is None:  # no other process has written it meanwhile
                 _write(path, made, source, tokenizer)
                 tokens = _read(path)
     if tokens is None:
@@ -81,10 +73,8 @@ def _key(source: Source, tokenizer: Tokenizer, salt: str) -> str:
     decides = [VERSION, tokenizer.fingerprint, template, salt, *reading]
     sha = hashlib.sha256(json.dumps(decides).encode())
     for file in source.files:
-        try:
+        with document_files.readable(file):
             stat = file.stat()
-        except OSError as error:
-            raise unreadable(file, error) from error
         facts = os.fsencode(file), stat.st_size, stat.st_mtime_ns, file in source.unnamed
         sha.update(b"%s\0%d\0%d\0%d\0" % facts)
     return sha.hexdigest()[:16]
@@ -92,28 +82,22 @@ def _key(source: Source, tokenizer: Tokenizer, salt: str) -> str:
 
 def _read(path: Path) -> Tokens | None:
     """Return the tokens in a directory; None if it does not exist or is damaged."""
-    try:
-        record = json.loads((path / RECORD).read_text())
-        dtypes, digests = record["dtypes"], record["digests"]
-        arrays = {name: open_bin(path / f"{name}.bin", dtypes[name]) for name in dtypes}
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise _unusable(path, "read", error) from error
-    except ValueError:
-        return None
+    with _usable(path, "read"):
+        try:
+            record = json.loads((path / RECORD).read_text())
+            dtypes, digests = record["dtypes"], record["digests"]
+            arrays = {name: open_bin(path / f"{name}.bin", dtypes[name]) for name in dtypes}
+        except (FileNotFoundError, ValueError):
+            return None
     if any(digest(array) != digests[name] for name, array in arrays.items()):
         return None
-    content, learned = " ".join(digests.values()), arrays.get("is_learned")
-    skipped = record["skipped"], record["first"]
-    return Tokens(arrays["ids"], arrays["ends"], learned, content, *skipped)
+    content, skipped = " ".join(digests.values()), (record["skipped"], record["first"])
+    return Tokens(arrays["ids"], arrays["ends"], arrays.get("is_learned"), content, *skipped)
 
 
-def _unusable(path: Path, done: str, error: OSError) -> DataError:
-    return DataError(
-        f"The token cache {path} cannot be {done} ({error.strerror}). "
-        "Use data.cache_dir=<a directory that you may write, with space left>."
-    )
+def _usable(path: Path, done: str) -> AbstractContextManager[None]:
+    remedy = "Use data.cache_dir=<a directory that you may write, with space left>."
+    return os_errors(f"The token cache {path} cannot be {done}", remedy, DataError, IN_BRACKETS)
 
 
 # --- writing ------------------------------------------------------------------------------------
@@ -121,12 +105,9 @@ def _unusable(path: Path, done: str, error: OSError) -> DataError:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[Path]:
-    """Hold a directory's lock; yield the directory of unfinished files, removed at the end.
-
-    OSErrors become a DataError.
-    """
+    """Hold a directory's lock; yield the directory of unfinished files, removed at the end."""
     made = path.with_suffix(".tmp")
-    try:
+    with _usable(path, "written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".lock").open("ab") as lock:
             try:
@@ -137,8 +118,6 @@ def _locked(path: Path) -> Iterator[Path]:
                 yield made
             finally:
                 shutil.rmtree(made, ignore_errors=True)
-    except OSError as error:
-        raise _unusable(path, "written", error) from error
 
 
 def _write(path: Path, made: Path, source: Source, tokenizer: Tokenizer) -> None:
@@ -211,7 +190,7 @@ def encoded(source: Source, tokenizer: Tokenizer) -> Iterator[Piece | Broken]:
             else:
                 piece = _of_chat(document, tokenizer)
             if isinstance(piece, Broken):
-                check_skipped(piece, source)
+                document_files.check_skipped(piece, source)
             else:
                 is_new = piece.is_end
             yield piece
@@ -221,11 +200,13 @@ def _blocks(source: Source) -> Iterator[list[Document | Broken]]:
     """Yield lists of documents to encode together, each of about CHARS_AT_ONCE characters."""
     documents: list[Document | Broken] = []
     num_chars = 0
-    for document in documents_of(source, "tokenizing"):
+    for document in document_files.documents_of(source, "tokenizing"):
         documents.append(document)
         num_chars += 1
         if isinstance(document, Document):
-            num_chars += len(document.prompt) + _num_chars(document.content)
+            content = document.content  # a text, or the messages of a chat
+            texts = [content] if isinstance(content, str) else map(str, content)
+            num_chars += len(document.prompt) + sum(map(len, texts))
         if num_chars >= CHARS_AT_ONCE:
             yield documents
             documents, num_chars = [], 0
@@ -233,19 +214,10 @@ def _blocks(source: Source) -> Iterator[list[Document | Broken]]:
         yield documents
 
 
-def _num_chars(content: Any) -> int:
-    """Return the number of characters of a text; of a chat, about those of its messages."""
-    return len(content) if isinstance(content, str) else sum(map(len, map(str, content)))
-
-
 def _of_text(
     document: Document, of_texts: Iterator[np.ndarray], tokenizer: Tokenizer, *, is_new: bool
 ) -> Piece:
-    """Return a document's ids, with its start and end tokens.
-
-    The prompt, if any, comes before the text and is not learned. of_texts: ids of the texts of this
-    and later documents.
-    """
+    """Return a document's ids, with its start and end tokens; `of_texts` yields those of texts."""
     prompt = next(of_texts) if document.prompt else np.empty(0, np.uint32)
     ids = np.concatenate([tokenizer.start if is_new else (), prompt, text := next(of_texts)])
     if not document.goes_on and not (len(ids) and ids[-1] == tokenizer.end):

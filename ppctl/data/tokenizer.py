@@ -15,7 +15,7 @@ import numpy as np
 
 from ppctl.data.chat_templates import CHATML, ChatTemplate, chat_template, render, special_token
 from ppctl.data.document_files import Broken, Source, documents_of
-from ppctl.errors import DataError, missing_package, one_line
+from ppctl.errors import IN_BRACKETS, DataError, missing_package, one_line, os_errors
 from ppctl.user_files import read_text
 
 BYTES = "bytes"  # data.tokenizer with one token per byte
@@ -80,8 +80,7 @@ def byte_tokenizer() -> Tokenizer:
     def num_bytes(token: int, is_first: bool) -> int:
         return int(token != BYTE_END)
 
-    of_text = encode, encode_chat, decode, num_bytes
-    return Tokenizer(BYTES, NUM_BYTES, BYTE_END, (), BYTES, *of_text)
+    return Tokenizer(BYTES, NUM_BYTES, BYTE_END, (), BYTES, encode, encode_chat, decode, num_bytes)
 
 
 def load_tokenizer(name: str | None, end_token: str | None) -> Tokenizer:
@@ -123,13 +122,9 @@ def _read(name: str) -> tuple[Path, str]:
     """Return the directory and the content of a tokenizer.json."""
     path = Path(name).expanduser()
     file = path / FILE if path.is_dir() else path
-    try:
+    remedy = "Use bytes, a tokenizer.json, or a directory with one, as `ppctl tokenize` writes."
+    with os_errors(f"data.tokenizer={name}: {file} cannot be read", remedy, DataError, IN_BRACKETS):
         return file.parent, read_text(file)
-    except OSError as error:
-        raise DataError(
-            f"data.tokenizer={name}: {file} cannot be read ({error.strerror}). Use bytes, a "
-            "tokenizer.json, or a directory with one, as `ppctl tokenize` writes."
-        ) from error
 
 
 def json_object(file: Path) -> dict[str, Any]:
@@ -161,13 +156,13 @@ def _loaded(
         raise DataError(f"data.tokenizer={name}: the vocabulary is empty. Use a trained tokenizer.")
     # 2. the tokens around a document
     if end_token not in vocabulary:
-        special = ", ".join(str(each.content) for each in added.values()) or "none"
+        names = ", ".join(str(each.content) for each in added.values()) or "none"
         what, remedy = f"{end_token} is not one of its tokens", "Use 'data.end_token=\"TOKEN\"'"
         if not end_token:
             what = f"no {SETTINGS} with an eos_token, which ends documents"
             remedy = f'Write {{"eos_token": TOKEN}} to {SETTINGS} next to {FILE}, or (except '
             remedy += "in `ppctl generate`) use 'data.end_token=\"TOKEN\"'"
-        raise DataError(f"data.tokenizer={name}: {what}. {remedy} (its special tokens: {special}).")
+        raise DataError(f"data.tokenizer={name}: {what}. {remedy} (its special tokens: {names}).")
     end = vocabulary[end_token]
     if start and start[-1] == end:
         start = start[:-1]
@@ -193,19 +188,9 @@ def _loaded(
     with _in_library(name):
         num_bytes = _byte_counter(name, of_text, {end, *start})
     fingerprint = hashlib.sha256(f"{text}\0{end_token}".encode()).hexdigest()
-    return Tokenizer(
-        name,
-        max(vocabulary.values()) + 1,
-        end,
-        tuple(start),
-        fingerprint,
-        encode,
-        encode_chat,
-        decode,
-        num_bytes,
-        template,
-        frozenset(i for i, token in added.items() if token.special),
-    )
+    values = name, max(vocabulary.values()) + 1, end, tuple(start), fingerprint
+    special = frozenset(i for i, token in added.items() if token.special)
+    return Tokenizer(*values, encode, encode_chat, decode, num_bytes, template, special)
 
 
 def _byte_counter(name: str, library: Any, around: set[int]) -> Callable[[int, bool], int]:
@@ -265,10 +250,9 @@ def turn_end(tokenizer: Tokenizer) -> int | None:
     """Return the special token that the chat template writes after an answer; None without one."""
     if tokenizer.template is None:
         return None
-    answer = "answer"
-    messages = {"role": "user", "content": "?"}, {"role": "assistant", "content": answer}
+    messages = {"role": "user", "content": "?"}, {"role": "assistant", "content": "answer"}
     text = render(tokenizer.template, messages).text
-    end = text.rfind(answer) + len(answer)
+    end = text.rfind("answer") + len("answer")
     ids, is_after = tokenizer.encode_chat(text, [(end, len(text))])
     return next((i for i in ids[is_after].tolist() if i in tokenizer.special), None)
 
@@ -312,8 +296,7 @@ def train_bpe(source: Source, vocab_size: int, special: Sequence[str] = SPECIAL)
         show_progress=False,
     )
     # 2. train on the texts
-    counts: Counter[str] = Counter()
-    skipped: list[Broken] = []
+    counts, skipped = Counter[str](), list[Broken]()
 
     def texts() -> Iterator[str]:
         for document in documents_of(source, "reading"):
@@ -321,7 +304,11 @@ def train_bpe(source: Source, vocab_size: int, special: Sequence[str] = SPECIAL)
                 skipped.append(document)
                 continue
             counts["documents"] += not document.goes_on
-            for text in (document.prompt, *_texts(document.content)):
+            content = document.content
+            if not isinstance(content, str):  # the messages of a chat
+                found = [each.get("content") for each in content if isinstance(each, dict)]
+                content = [each for each in found if isinstance(each, str)]
+            for text in (document.prompt, *([content] if isinstance(content, str) else content)):
                 counts["bytes"] += len(text.encode())
                 yield text
 
@@ -347,12 +334,3 @@ def write_tokenizer(directory: Path, bpe: Any, special: Sequence[str] = SPECIAL)
         beside = directory / f"{name}.tmp"
         beside.write_text(text + "\n", encoding="utf-8")
         beside.replace(directory / name)
-
-
-def _texts(content: Any) -> Iterator[str]:
-    """Yield the texts of a document: the text itself, or the contents of a chat's messages."""
-    if isinstance(content, str):
-        yield content
-    else:
-        messages = (each for each in content if isinstance(each, dict))
-        yield from (each["content"] for each in messages if isinstance(each.get("content"), str))

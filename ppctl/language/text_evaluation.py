@@ -12,7 +12,7 @@ import numpy as np
 
 from ppctl.data.dataset import Batch, DataSet
 from ppctl.data.document_files import json_value
-from ppctl.data.token_windows import NO_TOKEN
+from ppctl.data.token_examples import NO_TOKEN
 from ppctl.data.tokenizer import Tokenizer
 from ppctl.errors import DataError, os_errors
 from ppctl.executors.device_mesh import all_devices

@@ -16,7 +16,7 @@ from itertools import count
 import jax
 import jax.numpy as jnp
 
-PADDING = -(2**31)  # the input that begins padding, as in ppctl.data.pack_documents
+PADDING = -(2**31)  # the input that begins padding, as in ppctl.data.token_examples
 FIRST, PAD = 1, 2  # marks
 
 

@@ -10,11 +10,11 @@ import shutil
 from dataclasses import replace
 
 import numpy as np
+import ppctl.language.conversation  # now: imported in a test it would keep the stand-in of another
 import pytest
 from support.selection import full
 
 import ppctl
-import ppctl.language.conversation  # now: imported in a test it would keep the stand-in of another
 from ppctl import cli
 from ppctl.cli.commands.evaluate import _config
 from ppctl.config import Text

@@ -21,7 +21,7 @@ from ppctl.data import token_cache
 from ppctl.data.chat_templates import ChatTemplate
 from ppctl.data.document_files import Broken, Document, Fields, Source, read_documents
 from ppctl.data.token_cache import cached_tokens
-from ppctl.data.token_windows import NO_TOKEN
+from ppctl.data.token_examples import NO_TOKEN
 from ppctl.data.tokenizer import byte_tokenizer, load_tokenizer, train_bpe, write_tokenizer
 from ppctl.errors import DataError
 

@@ -8,8 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from ppctl.data.pack_documents import PADDING, pack
-from ppctl.data.token_windows import NO_TOKEN
+from ppctl.data.token_examples import NO_TOKEN, PADDING, pack
 from ppctl.errors import DataError
 from ppctl.model import cross_entropy, packed_sequences
 

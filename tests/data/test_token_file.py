@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from ppctl.data import token_windows as windows
+from ppctl.data import token_examples as windows
 from ppctl.errors import DataError
 
 IDS = np.arange(2000)

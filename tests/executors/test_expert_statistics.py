@@ -13,7 +13,7 @@ from support.cases import make_params, state_of
 from support.selection import full
 
 import ppctl
-from ppctl.data.pack_documents import PADDING
+from ppctl.data.token_examples import PADDING
 
 SIZES = {"num_layers": 1, "d_model": 8, "num_heads": 2, "mlp_width": 6, "vocab_size": 16}
 LOSSES = {"balance_loss": 0.1, "z_loss": 0.01}

@@ -15,7 +15,7 @@ from support.cases import state_of
 from support.selection import full
 
 import ppctl
-from ppctl.data.pack_documents import packed
+from ppctl.data.token_examples import packed
 from ppctl.errors import ConfigError
 from ppctl.executors.reference import reference
 from ppctl.model.attention import chunked_attention

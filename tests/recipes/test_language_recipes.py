@@ -9,7 +9,7 @@ import pytest
 from ppctl import cli
 from ppctl.cli.compose import compose
 from ppctl.config.config_dirs import ROOT
-from ppctl.data.token_windows import NO_TOKEN
+from ppctl.data.token_examples import NO_TOKEN
 from ppctl.data.tokenizer import load_tokenizer
 from ppctl.training.pipeline.job import open_data
 

@@ -9,8 +9,7 @@ import numpy as np
 from ppctl.data import DataSet
 from ppctl.data.array_dataset import from_arrays
 from ppctl.data.dataset import fingerprint, generator, num_held_out
-from ppctl.data.pack_documents import packed
-from ppctl.data.token_windows import NO_TOKEN
+from ppctl.data.token_examples import NO_TOKEN, packed
 
 TESTS = str(Path(__file__).parents[1])
 if TESTS not in sys.path:  # the command line that repeats a request is typed in the root

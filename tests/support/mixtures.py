@@ -15,7 +15,7 @@ import optax
 from support.cases import make_params, state_of
 
 import ppctl
-from ppctl.data.pack_documents import PADDING
+from ppctl.data.token_examples import PADDING
 
 TOLERANCE, STEPS, RATE = 1e-10, 3, 0.01
 SIZES = {"num_layers": 4, "d_model": 8, "num_heads": 2, "mlp_width": 6, "vocab_size": 16}

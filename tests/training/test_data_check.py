@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ppctl.config import Config, Regression, Run, Tokens, Transformer
-from ppctl.data.token_windows import NO_TOKEN
+from ppctl.data.token_examples import NO_TOKEN
 from ppctl.errors import DataError
 from ppctl.training.pipeline.job import num_eval_batches, open_data
 from ppctl.training.pipeline.job_checks import check_evaluations

@@ -25,7 +25,7 @@ from ppctl import cli
 from ppctl.cli.compose import compose
 from ppctl.config import Run
 from ppctl.config.groups.run_settings import Checkpoint
-from ppctl.data import token_windows
+from ppctl.data import token_examples
 from ppctl.errors import ConfigError, DataError
 from ppctl.language.language_model import open_language_model
 from ppctl.launch.supervisor import STOP_SIGNALS
@@ -362,8 +362,8 @@ def test_an_id_beyond_the_vocabulary_that_is_found_in_a_batch_saves_first(
     train, tmp_path, monkeypatch
 ):
     """In a large token file; only samples are read at start."""
-    monkeypatch.setattr(token_windows, "DIGEST_WHOLE_BYTES", 1024)
-    monkeypatch.setattr(token_windows, "DIGEST_BLOCK_BYTES", 64)
+    monkeypatch.setattr(token_examples, "DIGEST_WHOLE_BYTES", 1024)
+    monkeypatch.setattr(token_examples, "DIGEST_BLOCK_BYTES", 64)
     path, ids = tmp_path / "ids.npy", np.zeros(4096, np.uint16)
     np.save(path, ids)
     words = f"{TOKENS} data=tokens data.path={path}".replace("data=synthetic ", "")
@@ -375,7 +375,7 @@ def test_an_id_beyond_the_vocabulary_that_is_found_in_a_batch_saves_first(
         pass
     for example in sorted({*batches[0].tolist()}):
         ids[example * 8 + 3] = 60_000
-        if max(part.max() for part in token_windows._samples(ids)) == 0:
+        if max(part.max() for part in token_examples._samples(ids)) == 0:
             break
         ids[example * 8 + 3] = 0
     assert ids.max() == 60_000

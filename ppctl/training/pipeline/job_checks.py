@@ -4,7 +4,7 @@ import numpy as np
 
 from ppctl import config as settings
 from ppctl.data import DataSet
-from ppctl.data.token_windows import NO_TOKEN
+from ppctl.data.token_examples import NO_TOKEN
 from ppctl.errors import ConfigError
 from ppctl.executors.model_shapes import shard_bytes
 from ppctl.reports.terminal_output import size_text

@@ -1,16 +1,18 @@
-"""Language data from one flat array of tokens: non-overlapping windows, the tail held out.
+"""Language data from token ids: windows of one flat array, or packed documents.
 
-The array is a memory-mapped file of the user, or the cache of tokenized documents.
+Inputs and targets: [examples, seq_len]. The ids are a memory-mapped file of the user, or the cache
+of tokenized documents. With packing, attention stays within a document.
 """
 
 import hashlib
 import textwrap
 import tokenize
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +22,8 @@ from ppctl.errors import DataError
 from ppctl.user_files import why_not_plain
 
 NO_TOKEN = -1  # a masked target, as in ppctl.model.cross_entropy
+PADDING = -(2**31)  # the input that begins padding, as in ppctl.model.packed_sequences
+MOST_OPEN = 64  # maximum sequences kept open for further pieces
 DIGEST_WHOLE_BYTES = 256 << 20  # arrays up to this size are hashed whole
 DIGEST_BLOCK_BYTES = 1 << 20
 MAX_ID = 2**31 - 2  # batches are int32, and so is the vocabulary's size
@@ -58,23 +62,13 @@ def from_tokens(
     count = f"({len(tokens)} tokens - {1 + gap})//{seq_len} = {num_windows} windows"
     if num_windows == 0 and how["batch_size"] == 1:
         num_windows, num_short = num_short, 0
-
     shorter = num_targets // (2 * how["batch_size"])
     fewer = f"model.seq_len={shorter}" if shorter else ""
 
     # 2. examples
-    def read(examples: np.ndarray) -> Batch:
-        inputs = np.zeros((len(examples), seq_len), np.int32)
-        targets = np.full_like(inputs, NO_TOKEN)
-        starts = examples * seq_len + gap * (examples >= data.num_examples)
-        for row, start in enumerate(starts.tolist()):
-            after = slice(start + 1, start + 1 + seq_len)
-            number = len(tokens[after])
-            inputs[row, :number] = tokens[start : start + number]
-            targets[row, :number] = tokens[after]
-            if is_learned is not None:
-                targets[row, :number][~is_learned[after]] = NO_TOKEN
-        return {"inputs": inputs, "targets": targets}
+    def piece(window: int) -> list[tuple[int, int]]:
+        start = window * seq_len + gap * (window >= data.num_examples)
+        return [(start, len(tokens[start + 1 : start + 1 + seq_len]))]
 
     data = divided(
         source=source + about,
@@ -83,10 +77,133 @@ def from_tokens(
         num_examples=num_windows,
         num_short=num_short,
         fewer=fewer,
-        read=read,
+        read=_reader(tokens, is_learned, seq_len, piece),
         **how,
     )
     return data
+
+
+class Packing(NamedTuple):
+    """Pieces of documents by sequence: sequence i has the pieces bounds[i] : bounds[i + 1]."""
+
+    starts: np.ndarray  # index of each piece's first token
+    lengths: np.ndarray  # number of inputs of each piece; its targets begin one token later
+    bounds: np.ndarray
+
+
+def packed(
+    ids: np.ndarray,
+    ends: np.ndarray,
+    *,
+    source: str,
+    content: str,
+    end: int,
+    seq_len: int,
+    is_learned: np.ndarray | None = None,
+    about: str = "",
+    **how: Any,
+) -> DataSet:
+    """Return the data set of documents packed into sequences of seq_len tokens.
+
+    Document i is ids[ends[i - 1] : ends[i]]; its last token is only a target. The first token of
+    each document in a sequence is written as its complement, ~id = -1 - id, which tells the model
+    where documents start, and the first token of padding as PADDING. Targets of padding and prompts
+    are NO_TOKEN. The last sequences are held out. end: token that fills padding; other arguments
+    as in `from_tokens`. Raises DataError for too few sequences, or without a learned token.
+    """
+    # 1. the pieces of each sequence
+    packing = pack(ends, seq_len)
+    num_sequences = len(packing.bounds) - 1
+
+    def pieces(sequence: int) -> Iterator[tuple[int, int]]:
+        places = slice(*packing.bounds[sequence : sequence + 2].tolist())
+        return zip(packing.starts[places].tolist(), packing.lengths[places].tolist(), strict=True)
+
+    if is_learned is not None and not is_learned.any():
+        raise DataError(f"{source}: all tokens are prompts. Use another data.prompt_field.")
+
+    # 2. names and sizes
+    full = packing.lengths.sum() / max(1, num_sequences * seq_len)
+    sequences = f"{num_sequences} sequences of model.seq_len={seq_len}"
+    about += f", {len(ends):,} documents packed"
+    return divided(
+        source=f"{source}{about}, sequences {100 * full:.1f} % full",
+        content=[content, digest(np.asarray(ends)), MOST_OPEN, seq_len],
+        have=f"{source}: {len(ends)} documents packed into {sequences}",
+        num_examples=num_sequences,
+        read=_reader(ids, is_learned, seq_len, pieces, padding=end),
+        is_packed=True,
+        **how,
+    )
+
+
+def pack(ends: np.ndarray, seq_len: int) -> Packing:
+    """Return a best-fit packing: each document goes into the fullest open sequence with room.
+
+    A document longer than a sequence is cut so that each of its tokens, except the first, is
+    predicted once. Each piece counts as a document. Pieces are placed in the order of the data.
+
+    >>> pack(np.array([4, 6, 11]), 4).bounds.tolist()  # documents of 3, 1 and 4 inputs
+    [0, 2, 3]
+    """
+    # 1. choose a sequence for each piece
+    pieces: list[tuple[int, int, int]] = []  # index of first token, number of inputs, sequence
+    room: list[tuple[int, int]] = []  # (free tokens, sequence) of open sequences, ascending
+    num_sequences, first = 0, 0
+    for last in ends.tolist():
+        for start in range(first, last - 1, seq_len):
+            length = min(seq_len, last - 1 - start)
+            place = bisect_left(room, (length, 0))
+            if place < len(room):
+                free, sequence = room.pop(place)
+            else:
+                free, sequence, num_sequences = seq_len, num_sequences, num_sequences + 1
+            pieces.append((start, length, sequence))
+            if free > length:
+                insort(room, (free - length, sequence))
+                if len(room) > MOST_OPEN:
+                    del room[0]
+        first = last
+    # 2. order the pieces by sequence
+    starts, lengths, sequences = np.asarray(pieces, np.int64).reshape(-1, 3).T
+    order = np.argsort(sequences, kind="stable")
+    bounds = np.cumsum(np.bincount(sequences + 1, minlength=num_sequences + 1))
+    return Packing(starts[order], lengths[order].astype(np.int32), bounds)
+
+
+def _reader(
+    ids: np.ndarray,
+    is_learned: np.ndarray | None,
+    seq_len: int,
+    pieces: Callable[[int], Iterable[tuple[int, int]]],
+    padding: int | None = None,
+) -> Callable[[np.ndarray], Batch]:
+    """Return the function that makes examples, each of pieces of `ids` one after the other.
+
+    pieces: example -> (index of the first token, number of inputs) of each of its pieces; targets
+    begin one token later. padding: the token after the pieces, if they are packed documents; None:
+    0, and no marks.
+    """
+
+    def read(examples: np.ndarray) -> Batch:
+        inputs = np.full((len(examples), seq_len), padding or 0, np.int32)
+        targets = np.full_like(inputs, NO_TOKEN)
+        for row, example in enumerate(examples.tolist()):
+            place = 0
+            for start, length in pieces(example):
+                here, after = slice(place, place + length), slice(start + 1, start + 1 + length)
+                inputs[row, here] = ids[start : start + length]
+                targets[row, here] = ids[after]
+                if is_learned is not None:
+                    targets[row, here][~is_learned[after]] = NO_TOKEN
+                if padding is not None:
+                    inputs[row, place] = ~inputs[row, place]
+                place += length
+            if padding is not None and place < seq_len:
+                inputs[row, place] = PADDING
+        return {"inputs": inputs, "targets": targets}
+
+    return read
 
 
 def digest(array: np.ndarray) -> str:
@@ -131,7 +248,8 @@ def tokens(
         vocab_size = vocabulary_size(tokenizer)
         limit = f"the {vocab_size} ids of data.tokenizer={tokenizer}"
     check = partial(check_ids, vocab_size=vocab_size, limit=limit, dtype=dtype, source=source)
-    largest = check(_samples(ids) if is_sampled else _chunks(ids))
+    chunks = (ids[start : start + CHUNK_TOKENS] for start in range(0, len(ids), CHUNK_TOKENS))
+    largest = check(_samples(ids) if is_sampled else chunks)
     if vocab_size is None and is_sampled:
         raise DataError(
             f"{source}: {ids.nbytes >> 20} MiB are more than the {DIGEST_WHOLE_BYTES >> 20} that "
@@ -146,8 +264,7 @@ def tokens(
     # 2. check each batch of a large file
     def read(examples: np.ndarray) -> Batch:
         batch = data.read(examples)
-        parts = batch["inputs"], batch["targets"][batch["targets"] != NO_TOKEN]
-        check(parts)
+        check((batch["inputs"], batch["targets"][batch["targets"] != NO_TOKEN]))
         return batch
 
     return replace(data, read=read)
@@ -175,10 +292,6 @@ def check_ids(
             f"(a .bin is read as {dtype})."
         )
     return largest
-
-
-def _chunks(ids: np.ndarray) -> Iterator[np.ndarray]:
-    return (ids[start : start + CHUNK_TOKENS] for start in range(0, len(ids), CHUNK_TOKENS))
 
 
 def _samples(array: np.ndarray) -> Iterator[np.ndarray]:
