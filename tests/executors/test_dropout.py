@@ -281,7 +281,7 @@ def test_a_network_draws_as_the_function_of_its_key(how):
         )
         return total / number
 
-    wanted = jax.value_and_grad(mean_loss)(params, key)
+    wanted = jax.jit(jax.value_and_grad(mean_loss))(params, key)
     loss, grads = pipe.loss_and_grads(state, batch)
     found, wanted = jax.device_get(
         ((loss, pipe.stack.options.network.parameters.from_parts(grads)), wanted)

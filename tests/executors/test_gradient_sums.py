@@ -115,7 +115,7 @@ def test_any_head_has_the_sums_of_autodiff(name):
         jax.tree.map(jnp.cos, embed_head),
         lambda embed_head, y: HEADS[name](embed_head, y, targets)[0],
     )
-    loss, (grads, y_grad) = jax.value_and_grad(run, argnums=(0, 1))(embed_head, y)
+    loss, (grads, y_grad) = jax.jit(jax.value_and_grad(run, (0, 1)))(embed_head, y)
     found = jax.jit(lambda *args: add_head_grads(HEADS[name], *args))(embed_head, y, targets, total)
     wanted = (
         y_grad,

@@ -176,7 +176,13 @@ def check_bits(halves):
         assert not any(pending is leaf for leaf in jax.tree.leaves(halves.w))
 
 
-QUICK = ("dense", "nested_jit", "sub_layers", "time_steps", "nested_scan", "remat", "remat_in_scan")
+QUICK = (
+    "nested_jit",
+    "time_steps",
+    "nested_scan",
+    "remat",
+    "remat_in_scan",
+)  # they have dense parts
 
 
 @pytest.mark.parametrize("name", full_except([*BLOCKS], *QUICK))

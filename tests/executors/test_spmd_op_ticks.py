@@ -63,20 +63,9 @@ def test_every_family_of_the_ring_runs_in_pairs_or_single_ops():
     assert all(case(name, (1, 4, 1)).program().num_chunks == V for name, V in SINGLE_OP.items())
 
 
-QUICK = (
-    "hanayo",
-    "interleaved_zb",
-)  # on 1x4; the covering cases of test_spmd_equals_reference.py have every family
-
-
-@pytest.mark.parametrize(
-    "one",
-    [
-        one if one in DEFAULT[: len(SINGLE_OP)] and one.schedule in QUICK else full(one)
-        for one in [*DEFAULT, *MORE]
-    ],
-    ids=name_of,
-)
+# the covering cases of test_spmd_equals_reference.py have every family
+@pytest.mark.full
+@pytest.mark.parametrize("one", [*DEFAULT, *MORE], ids=name_of)
 def test_loss_and_gradients_equal_the_reference(one):
     check(one)
 
@@ -117,7 +106,7 @@ def test_nan_of_empty_slots_and_padding_goes_nowhere(name, remat):
 
 @pytest.mark.parametrize(
     ("name", "mesh", "num_hops"),
-    [("zb_h1", (2, 2, 2), 1), ("zb_v", (2, 4, 1), 2), full(("zb_v", (8, 1, 1), 0))],
+    [full(("zb_h1", (2, 2, 2), 1)), ("zb_v", (2, 4, 1), 2), full(("zb_v", (8, 1, 1), 0))],
 )
 def test_a_tick_moves_only_its_output(name, mesh, num_hops):
     whole, loops = collectives(case(name, mesh))

@@ -38,7 +38,7 @@ def flags_of(i):
     return FLAGS[3 * i % 4]
 
 
-QUICK = ("3 2 2 3", "1 4 4 1", "0 5 4 1")
+QUICK = ("3 2 2 3", "0 5 4 1")
 DEFAULT = [(partition, REMAT[i % 3], flags_of(i)) for i, partition in enumerate(PARTITIONS)]
 OTHERS = [
     (partition, REMAT[(i + more) % 3], flags_of(i + 3 * more))

@@ -34,7 +34,7 @@ def test_parts_sum_to_the_loss_and_the_gradients_of_the_whole(is_kept, is_tied, 
     def of_whole(x, w):
         return cross_entropy(x, jnp.asarray(w.T if is_tied else w), targets, whole)
 
-    loss, (gx, gw) = jax.value_and_grad(of_whole, (0, 1))(x, jnp.asarray(w))
+    loss, (gx, gw) = jax.jit(jax.value_and_grad(of_whole, (0, 1)))(x, jnp.asarray(w))
     if not is_kept:
         monkeypatch.setattr(module, "MOST_LOGITS", 1)
         monkeypatch.setattr(module, "LEAST_TOKENS", 5)
@@ -47,7 +47,7 @@ def test_parts_sum_to_the_loss_and_the_gradients_of_the_whole(is_kept, is_tied, 
         return cross_entropy(x, part, targets, head, of_all, sums[i][1], jnp.int32(i))
 
     found = [
-        jax.value_and_grad(lambda x, part, i=i: of_part(i, x, part), (0, 1))(x, parts[i])
+        jax.jit(jax.value_and_grad(lambda x, w, i=i: of_part(i, x, w), (0, 1)))(x, parts[i])
         for i in range(3)
     ]
     assert sum(of_part(i, x, parts[i]) for i in range(3)) == pytest.approx(

@@ -2,13 +2,12 @@
 
 import pytest
 from support.all_families import COSTS, FUSED, REAL, UNIT, cases, make
+from support.selection import full
 
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import FAMILIES, build
 from ppctl.schedule.lower_bounds import makespan_bound_s, peak_activations_bound, period_bound_s
 from ppctl.schedule.simulator import simulate
-
-CASES = cases(ranks=(1, 2, 3, 4, 8))
 
 
 def whole_makespan_bound_s(p, m, num_chunks, costs):
@@ -24,9 +23,10 @@ def split_makespan_bound_s(p, m, num_chunks, costs):
     return m * (forward_s + costs.backward_s) + hops_s
 
 
+@pytest.mark.parametrize("ranks", [(1, 2, 3, 4), full(((8,),))], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_schedule_beats_its_bounds(family):
-    for case in CASES:
+def test_no_schedule_beats_its_bounds(family, ranks):
+    for case in cases(ranks):
         if case[0] != family:
             continue
         schedule = make(case)
