@@ -12,53 +12,15 @@ from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from ppctl.config.field_checks import DESCRIPTION
+from ppctl.config.groups import layout_settings, schedule_settings
 from ppctl.config.groups.command_settings import Inspect, Launch, Plan, Tune, Verify
-from ppctl.config.groups.data_settings import (
-    AnyData,
-    CustomData,
-    Data,
-    Mixture,
-    Regression,
-    Stdlib,
-    Synthetic,
-    Text,
-    Tokens,
-)
+from ppctl.config.groups.data_settings import AnyData, Regression, Stdlib, Synthetic, Text, Tokens
 from ppctl.config.groups.hardware_settings import AutoHardware, Hardware
-from ppctl.config.groups.layout_settings import (
-    AnyExecutor,
-    Balanced,
-    Explicit,
-    Mesh,
-    Mpmd,
-    Reference,
-    Spmd,
-    Uniform,
-)
-from ppctl.config.groups.model_settings import MLP, AnyModel, CustomModel, Transformer
-from ppctl.config.groups.optim_settings import (
-    SGD,
-    Adafactor,
-    AdamW,
-    AnyOptim,
-    CustomOptim,
-    Lamb,
-    Lion,
-    Muon,
-    Optim,
-)
+from ppctl.config.groups.layout_settings import AnyExecutor, Mesh, Mpmd, Reference, Spmd, Uniform
+from ppctl.config.groups.model_settings import MLP, AnyModel, CustomModel, Transformer, UserFunction
+from ppctl.config.groups.optim_settings import SGD, AdamW, AnyOptim, CustomOptim, Lamb, Muon, Optim
 from ppctl.config.groups.run_settings import DTYPES, Checkpoint, Run
-from ppctl.config.groups.schedule_settings import (
-    AnySchedule,
-    Auto,
-    Chunked,
-    Costs,
-    Csv,
-    Eager1F1B,
-    Hanayo,
-    Interleaved,
-    Schedule,
-)
+from ppctl.config.groups.schedule_settings import Auto, Chunked, Costs, Csv, Interleaved, Schedule
 from ppctl.config.groups.transformer_sizes import GATED
 from ppctl.errors import ConfigError, as_setting, written_as
 from ppctl.schedule.ir import MOST_TASKS
@@ -71,8 +33,8 @@ class Config:
 
     model: AnyModel = field(default_factory=Transformer)
     mesh: Mesh = field(default_factory=Mesh)
-    schedule: AnySchedule = field(default_factory=Schedule)
-    partition: Uniform | Balanced | Explicit = field(default_factory=Uniform)
+    schedule: schedule_settings.AnySchedule = field(default_factory=Schedule)
+    partition: layout_settings.AnyPartition = field(default_factory=Uniform)
     executor: AnyExecutor = field(default_factory=Spmd)
     optim: AnyOptim = field(default_factory=AdamW)
     data: AnyData = field(default_factory=Stdlib)
@@ -173,7 +135,7 @@ def _check_data(model: AnyModel, data: AnyData) -> None:
             f"data.packing=true puts several documents into a sequence, but model={model.name} "
             "cannot separate them. Use data.packing=false, or model=transformer."
         )
-    is_custom = isinstance(model, CustomModel) or isinstance(data, CustomData)
+    is_custom = isinstance(model, UserFunction) or isinstance(data, UserFunction)
     is_mlp, has_features = isinstance(model, MLP), isinstance(data, Regression)
     if is_mlp != has_features and not is_custom:
         remedy = "data=stdlib (or text, tokens, synthetic) or model=mlp"
@@ -181,7 +143,7 @@ def _check_data(model: AnyModel, data: AnyData) -> None:
             remedy = "data=regression or model=transformer"
         raise ConfigError(f"model={model.name} cannot learn from data={data.name}. Use {remedy}.")
     if isinstance(model, CustomModel):
-        is_text = not isinstance(data, Regression | CustomData)
+        is_text = not isinstance(data, Regression | UserFunction)
         if is_text != (model.seq_len is not None):
             remedy = "Set model.seq_len" if is_text else "Leave model.seq_len out"
             seq_len = "null" if model.seq_len is None else model.seq_len

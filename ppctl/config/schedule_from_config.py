@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from ppctl import config as settings
 from ppctl.config.groups.attention_forms import TARGETS
 from ppctl.config.groups.model_settings import AnyModel
+from ppctl.config.groups.schedule_settings import Eager1F1B, Hanayo
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.schedule.costs import Costs, task_costs
 from ppctl.schedule.families.registry import FAMILIES, build
@@ -22,7 +23,7 @@ from ppctl.schedule.tick_lowering import Ticks
 from ppctl.schedule.vocabulary_parallel import with_vocabulary
 from ppctl.user_files import path_of, read_text
 
-_PLAIN, _WITH_CHUNKS = (settings.Schedule, settings.Eager1F1B), (settings.Chunked, settings.Hanayo)
+_PLAIN, _WITH_CHUNKS = (settings.Schedule, Eager1F1B), (settings.Chunked, Hanayo)
 CLASSES: tuple[type[settings.Schedule], ...] = (*_PLAIN, *_WITH_CHUNKS, settings.Interleaved)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from ppctl import config as c
 from ppctl.cli.entry import refuse_inapplicable
+from ppctl.config.groups.layout_settings import Balanced, Explicit
 from ppctl.errors import ConfigError
 
 REFERENCE = c.Reference()
@@ -20,7 +21,7 @@ IMPOSSIBLE = [
         "executor=reference is the un-pipelined model .*mesh=2x4 has 8. Use mesh=1x1",
     ),
     (
-        {"executor": REFERENCE, "mesh": c.Mesh(1, 1), "partition": c.Balanced()},
+        {"executor": REFERENCE, "mesh": c.Mesh(1, 1), "partition": Balanced()},
         "partition=balanced divides layers .* has none",
     ),
     (
@@ -32,9 +33,9 @@ IMPOSSIBLE = [
         "launch.max_restarts=2 starts a crashed run again .* but run.checkpoint.enabled=false "
         "writes none",
     ),
-    ({"partition": c.Explicit(layers={"a": 1})}, "partition.layers={'a': 1} is neither a list"),
-    ({"partition": c.Explicit(layers=4)}, "partition.layers=4 is neither a list .* nor text"),
-    ({"partition": c.Explicit(layers=[4, "x"])}, r"partition.layers=\[4, 'x'\] is neither a list"),
+    ({"partition": Explicit(layers={"a": 1})}, "partition.layers={'a': 1} is neither a list"),
+    ({"partition": Explicit(layers=4)}, "partition.layers=4 is neither a list .* nor text"),
+    ({"partition": Explicit(layers=[4, "x"])}, r"partition.layers=\[4, 'x'\] is neither a list"),
     (
         {"plan": c.Plan(topology="v5e")},
         "plan.topology=v5e is not a topology. Write the kind of chip",

@@ -22,6 +22,7 @@ from ppctl.cli.choices import (
 )
 from ppctl.cli.compose import compose
 from ppctl.config.config_dirs import ROOT
+from ppctl.config.groups.layout_settings import Explicit
 
 # What an option needs besides its name, to be a request that can be served.
 NEEDS = {
@@ -157,7 +158,7 @@ def test_the_layers_of_stages_are_a_list_or_text():
         ("Et*3|t*2|L", "Et*3|t*2|L"),
         ("", ""),
     ):
-        assert composed("partition=explicit", f"partition.layers={text}").partition == c.Explicit(
+        assert composed("partition=explicit", f"partition.layers={text}").partition == Explicit(
             layers=layers
         )
 

@@ -14,12 +14,14 @@ import pytest
 from ppctl import cli
 from ppctl import config as c
 from ppctl.config import check
+from ppctl.config.groups.data_settings import CustomData
+from ppctl.config.groups.schedule_settings import Eager1F1B, Hanayo
 from ppctl.errors import ConfigError
 
 PARTS = {
     "model": [c.Transformer(), c.MLP()],
     "mesh": [c.Mesh()],
-    "schedule": [c.Schedule(), c.Eager1F1B(), c.Interleaved(), c.Hanayo()],
+    "schedule": [c.Schedule(), Eager1F1B(), c.Interleaved(), Hanayo()],
     "executor": [c.Spmd(), c.Mpmd()],
     "optim": [c.AdamW(), c.SGD()],
     "data": [c.Stdlib(), c.Synthetic(), c.Regression()],
@@ -129,7 +131,7 @@ ABSURD = {
         r"2\*1000\*4\*1000 = 8000000 tasks of a step",
     ),
     "waves": (
-        replace(c.Config(), schedule=c.Hanayo(num_waves=10**8)),
+        replace(c.Config(), schedule=Hanayo(num_waves=10**8)),
         "schedule.num_waves=100000000 is out of reach",
     ),
     "chunks": (
@@ -213,6 +215,6 @@ def test_a_model_that_this_machine_cannot_hold_is_refused_before_it_is_made(
 
 
 def test_a_number_of_a_users_options_is_finite_as_checkpoints_record_it():
-    data = c.CustomData(target="a.b", options={"of": [1.0, {"it": math.inf}]})
+    data = CustomData(target="a.b", options={"of": [1.0, {"it": math.inf}]})
     with pytest.raises(ConfigError, match=r"^data\.options\.of\.it=inf is not finite"):
         check(c.Config(data=data))

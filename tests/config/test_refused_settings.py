@@ -12,7 +12,8 @@ from support.remedies import suggestions, with_suggestion
 from ppctl import config as c
 from ppctl.cli.choices import request_words
 from ppctl.cli.compose import compose
-from ppctl.config.groups.data_settings import Part
+from ppctl.config.groups.data_settings import Mixture, Part
+from ppctl.config.groups.layout_settings import Balanced, Explicit
 from ppctl.config.groups.moe_settings import Experts
 from ppctl.config.groups.rope_settings import Rope
 from ppctl.errors import ConfigError
@@ -329,22 +330,19 @@ MIXTURES = [
             r"12 is not a multiple of .* = 8\*1\*1 = 8. Use .*=8 or 16",
         ),
         (
-            config_with(partition=c.Explicit(layers=None)),
+            config_with(partition=Explicit(layers=None)),
             r"layers=None is neither a list .*\[3,2,2,3\], nor text such as",
         ),
-        (config_with(partition=c.Explicit(layers={"a": 1})), "layers={'a': 1} is neither a list"),
+        (config_with(partition=Explicit(layers={"a": 1})), "layers={'a': 1} is neither a list"),
+        (config_with(partition=Explicit(layers=[1, "t"])), r"layers=\[1, 't'\] is neither a list"),
+        (config_with(partition=Explicit(layers=[True])), "is neither a list with the number"),
+        (config_with(partition=Explicit(layers=[1, 2.0])), "is neither a list with the number"),
         (
-            config_with(partition=c.Explicit(layers=[1, "t"])),
-            r"layers=\[1, 't'\] is neither a list",
-        ),
-        (config_with(partition=c.Explicit(layers=[True])), "is neither a list with the number"),
-        (config_with(partition=c.Explicit(layers=[1, 2.0])), "is neither a list with the number"),
-        (
-            config_with(partition=c.Balanced(), executor=c.Reference()),
+            config_with(partition=Balanced(), executor=c.Reference()),
             "partition=balanced divides .*Use partition=",
         ),
         (
-            config_with(partition=c.Explicit(layers=[8]), executor=c.Reference()),
+            config_with(partition=Explicit(layers=[8]), executor=c.Reference()),
             "partition=explicit divides layers",
         ),
         (
@@ -433,11 +431,11 @@ def test_impossible_settings_are_refused_with_their_values(config, message):
             "data.document=word is not one of file, paragraph, line",
         ),
         (
-            {"data": c.Mixture()},
+            {"data": Mixture()},
             "data.parts=[] has nothing to mix. Use data.parts=[{path: PATH, weight: 0.7}",
         ),
         (
-            {"data": c.Mixture(parts=[Part("x"), Part("y", weight=0.0)])},
+            {"data": Mixture(parts=[Part("x"), Part("y", weight=0.0)])},
             "data.parts[1].weight=0.0 must be a finite",
         ),
         ({"data": c.Text(path="x", on_error="fix")}, "data.on_error=fix is not one of stop, skip"),

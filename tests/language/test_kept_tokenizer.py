@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from ppctl import cli
-from ppctl.config import Config, Mixture, Run, Synthetic, Text, Tokens
-from ppctl.config.groups.data_settings import Part
+from ppctl.config import Config, Run, Synthetic, Text, Tokens
+from ppctl.config.groups.data_settings import Mixture, Part
 from ppctl.errors import ConfigError
 from ppctl.training.run.kept_tokenizer import (
     changed_tokenizer,

@@ -9,6 +9,7 @@ import pytest
 from support.steps import planned_step
 
 from ppctl import config
+from ppctl.config.groups.layout_settings import Explicit
 from ppctl.executors.work.parameter_bytes import ParamBytes
 from ppctl.executors.work.planned_step import PlannedLayout
 from ppctl.executors.work.rank_bytes import rank_bytes, reference_bytes, sizes_of, workspace_bytes
@@ -37,7 +38,7 @@ def request(schedule="1f1b", remat="none", **changes):
     return replace(TINY, schedule=kind, executor=executor, **changes)
 
 
-UNEVEN: dict[str, Any] = {"partition": config.Explicit(layers=[3, 2, 2, 1])}
+UNEVEN: dict[str, Any] = {"partition": Explicit(layers=[3, 2, 2, 1])}
 LORA: dict[str, Any] = {"optim": config.AdamW(train="lora", lora_rank=4)}
 CASES = {
     **{f"1f1b {remat}": request(remat=remat) for remat in ("none", "layer", "full")},

@@ -13,6 +13,7 @@ from support.selection import full, full_except
 
 from ppctl import cli, config
 from ppctl.cli.commands.plan import plan as run_plan
+from ppctl.config.groups.layout_settings import Balanced, Explicit
 from ppctl.executors.model_shapes import shard_bytes, tree_bytes
 from ppctl.planner import make_plan as plan
 from ppctl.planner.show.plan_terminal import costs_text, plan_lines, show_plan
@@ -143,7 +144,7 @@ def test_the_reference_has_no_stages(capsys):
 
 def uneven(*sizes: int) -> dict[str, Any]:
     return {
-        "partition": config.Explicit(layers=list(sizes)),
+        "partition": Explicit(layers=list(sizes)),
         "model": replace(TINY.model, num_layers=sum(sizes)),
     }
 
@@ -304,7 +305,7 @@ def test_stages_are_a_short_line_and_assumptions_precede_the_verdict(capsys):
     ("vocab", "stages"), [("whole", "Ett|tL (E emb"), ("parallel", "tt|t (t l")]
 )
 def test_embedding_and_head_are_listed_only_on_their_stages(vocab, stages):
-    asked = request("1f1b", 4, executor="mpmd", mesh=SMALL, partition=config.Balanced())
+    asked = request("1f1b", 4, executor="mpmd", mesh=SMALL, partition=Balanced())
     asked = as_transformer(replace(asked, schedule=config.Schedule("1f1b", 4, vocab=vocab)))
     asked = replace(asked, model=replace(asked.model, num_layers=3))
     job = assemble(asked, only_planned=True)

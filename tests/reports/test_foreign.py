@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from ppctl import cli, config
+from ppctl.config.groups.schedule_settings import Hanayo
 from ppctl.errors import ConfigError
 from ppctl.reports import foreign_files as foreign
 from ppctl.reports import measured_timeline_file as timeline_io
@@ -182,7 +183,7 @@ def test_a_schedule_that_a_config_only_names_is_not_read_from_a_pipe(tmp_path, c
     "schedule",
     [
         config.Interleaved(num_chunks=10**9),
-        config.Hanayo(num_waves=10**9),
+        Hanayo(num_waves=10**9),
         config.Chunked(num_chunks=10**9),
     ],
     ids=lambda schedule: schedule.name,

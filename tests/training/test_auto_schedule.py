@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ppctl import config as c
+from ppctl.config.groups.layout_settings import Balanced, Explicit
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.planner.cost.predict_step import memory_of, step_of
 from ppctl.schedule.simulator import simulate
@@ -46,7 +47,7 @@ MPMD = [("1f1b", "none"), ("zb_v", "none"), ("zb_v", "layer"), ("1f1b", "full"),
     [MPMD[1], *(pytest.param(*each, marks=pytest.mark.full) for each in (MPMD[0], *MPMD[2:]))],
 )
 def test_bytes_of_ranks_equal_the_engines_count(family, remat):
-    job = planned(request(c.Schedule(family, 8), c.Mpmd(remat=remat), partition=c.Balanced()))
+    job = planned(request(c.Schedule(family, 8), c.Mpmd(remat=remat), partition=Balanced()))
     assert not job.pipe.layout.placement.is_even
     schedule, x = job.pipe.schedule, job.pipe.model.x
     placed = costs_of(job).layers(with_bytes=True).on(schedule.rank_of)
@@ -98,7 +99,7 @@ def test_the_plan_keeps_a_cap_on_bytes_with_the_head_counted(executor):
 def test_an_explicit_partition_fixes_the_searched_number_of_stages():
     layers = [2, 2, 1, 1, 1, 1, 1, 1]
     auto = c.Auto(num_microbatches=4, max_chunks=2)
-    job = planned(request(auto, c.Mpmd(), partition=c.Explicit(layers=layers)))
+    job = planned(request(auto, c.Mpmd(), partition=Explicit(layers=layers)))
     assert job.pipe.schedule.num_stages == 8
     with pytest.raises(ConfigError, match="is for 3 stages, but pp"):
-        planned(request(auto, c.Mpmd(), partition=c.Explicit(layers=[3, 3, 4])))
+        planned(request(auto, c.Mpmd(), partition=Explicit(layers=[3, 3, 4])))

@@ -20,10 +20,7 @@ from ppctl.cli.compose import compose
 from ppctl.config import (
     MLP,
     AdamW,
-    Balanced,
     Csv,
-    Data,
-    Explicit,
     Interleaved,
     Mesh,
     Mpmd,
@@ -35,6 +32,8 @@ from ppctl.config import (
     Transformer,
     Uniform,
 )
+from ppctl.config.groups.data_settings import Data
+from ppctl.config.groups.layout_settings import Balanced, Explicit
 from ppctl.config.groups.moe_settings import Experts
 from ppctl.config.schedule_from_config import trained_share
 from ppctl.errors import ConfigError, ScheduleError

@@ -8,7 +8,7 @@ import pytest
 from support.selection import full_except
 
 from ppctl import config
-from ppctl.config.groups.optim_settings import AnyOptim
+from ppctl.config.groups.optim_settings import AnyOptim, Lion
 from ppctl.errors import ConfigError
 from ppctl.training.pipeline.named_optimizers import MAKERS, make_optimizer
 from ppctl.training.pipeline.optimizers import learning_rates
@@ -75,7 +75,7 @@ def test_muon_leaves_embeddings_and_vectors_to_adamw(path):
 
 @pytest.mark.parametrize("path", ["layers/up/kernel", "layers/norm/scale"])
 def test_lion_steps_by_signs_and_decays_no_vector(path):
-    params, grads, updates = first_update(config.Lion(**HOW, weight_decay=0.3))
+    params, grads, updates = first_update(Lion(**HOW, weight_decay=0.3))
     decay = 0.3 * at(params, path) * (at(params, path).ndim > 1)
     assert np.allclose(at(updates, path), -LR * (np.sign(at(grads, path)) + decay), atol=1e-6)
 

@@ -19,10 +19,8 @@ import ppctl
 from ppctl.config import (
     MLP,
     Config,
-    CustomData,
     CustomModel,
     Mesh,
-    Mixture,
     Regression,
     Run,
     Schedule,
@@ -32,7 +30,7 @@ from ppctl.config import (
     Transformer,
 )
 from ppctl.config.changed_settings import model_and_data
-from ppctl.config.groups.data_settings import Part
+from ppctl.config.groups.data_settings import CustomData, Mixture, Part
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.checkpoint.orbax_io import silence_orbax
 from ppctl.training.checkpoint.stored_checkpoints import StoredCheckpoints

@@ -17,6 +17,7 @@ from ppctl import cli, config
 from ppctl.cli.commands.init import NETWORK as STARTER_NETWORK
 from ppctl.cli.commands.init import STARTER, parser, serve
 from ppctl.config.code_digests import sources
+from ppctl.config.groups.data_settings import CustomData
 from ppctl.data.dataset import DataSet, fingerprint
 from ppctl.errors import ConfigError
 from ppctl.model.stack import init
@@ -380,7 +381,7 @@ def test_custom_models_and_data_combine_with_built_in_ones(here, monkeypatch):
         "ppctl.training.pipeline.user_code._function", lambda key, target: lambda **given: rows()
     )
     own = replace(
-        asked, data=config.CustomData(target="a.b", batch_size=4), model=config.MLP(num_layers=4)
+        asked, data=CustomData(target="a.b", batch_size=4), model=config.MLP(num_layers=4)
     )
     own = replace(own, schedule=config.Schedule("1f1b", 2))
     assert assemble(own).data.name == "rows"

@@ -79,6 +79,8 @@ class Explicit(Uniform):
             )
 
 
+AnyPartition = Uniform | Balanced | Explicit
+
 # --- executors: how the tasks of a schedule run on devices ---------------------------------------
 
 

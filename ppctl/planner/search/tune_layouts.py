@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import optax
 
 from ppctl import config as settings
-from ppctl.config import Config, Explicit, Mpmd, Spmd, Uniform
+from ppctl.config import Config, Mpmd, Spmd, Uniform
+from ppctl.config.groups.layout_settings import Explicit
 from ppctl.config.schedule_from_config import named
 from ppctl.errors import ConfigError
 from ppctl.executors.device_mesh import all_devices

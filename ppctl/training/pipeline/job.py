@@ -17,6 +17,8 @@ from ppctl import config as settings
 from ppctl.config import Config
 from ppctl.config.code_digests import Sources, sources
 from ppctl.config.config_dirs import user_cache_dir
+from ppctl.config.groups.data_settings import CustomData, Mixture
+from ppctl.config.groups.layout_settings import Balanced, Explicit
 from ppctl.config.schedule_from_config import Planned, pipeline_of, trained_share
 from ppctl.data import DataSet, mixture, regression, stdlib, synthetic, text, tokens, with_held_out
 from ppctl.errors import DataError, as_setting, written_as
@@ -277,9 +279,9 @@ def divide(
     costs: RelativeCosts | None = None,
 ) -> Partition:
     """Return the layers of each stage; costs: for partition=balanced; None: equal layers."""
-    if isinstance(request, settings.Explicit):
+    if isinstance(request, Explicit):
         return explicit(num_layers, len(rank_of), request.layers)
-    if isinstance(request, settings.Balanced):
+    if isinstance(request, Balanced):
         return (costs or RelativeCosts((1.0,) * num_layers, 0.0, 0.0)).balanced(rank_of)
     return uniform(num_layers, len(rank_of))
 
@@ -318,7 +320,7 @@ def open_data(config: Config, *, sizes_only: bool = False) -> DataSet:
     how: dict[str, Any] = {"batch_size": data.batch_size, "eval_fraction": data.eval_fraction}
     how["seed"] = config.run.seed
     # 1. custom data, and rows of numbers
-    if isinstance(data, settings.CustomData):
+    if isinstance(data, CustomData):
         return custom_data(data.target, options=data.options, **how)
     if isinstance(data, settings.Regression):
         sizes = {"num_features": data.num_features, "num_targets": data.num_targets}
@@ -339,7 +341,7 @@ def open_data(config: Config, *, sizes_only: bool = False) -> DataSet:
         fields = {"field": data.field, "prompt_field": data.prompt_field, "document": data.document}
         opened = partial(text, **fields, on_error=data.on_error)
         return _held_out(opened, data.path, data.eval_path, **how)
-    if isinstance(data, settings.Mixture):
+    if isinstance(data, Mixture):
         return mixture(parts=[vars(each) for each in data.parts], on_error=data.on_error, **how)
     return stdlib(**how)
 

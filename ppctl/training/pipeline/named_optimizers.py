@@ -9,6 +9,7 @@ from optax.contrib import MuonDimensionNumbers
 from optax.contrib import muon as matrices_by_muon
 
 from ppctl import config as settings
+from ppctl.config.groups.optim_settings import Adafactor, Lion
 from ppctl.errors import ConfigError
 from ppctl.model.stack import Stack
 from ppctl.training.pipeline.layer_optimizers import skipping
@@ -55,7 +56,7 @@ def _adamw(of: settings.AdamW, rates: optax.Schedule) -> optax.GradientTransform
     return adamw(rates, of.b1, of.b2, of.eps, weight_decay=of.weight_decay)
 
 
-def _lion(of: settings.Lion, rates: optax.Schedule) -> optax.GradientTransformation:
+def _lion(of: Lion, rates: optax.Schedule) -> optax.GradientTransformation:
     return optax.lion(rates, of.b1, of.b2, weight_decay=of.weight_decay, mask=decays)
 
 
@@ -87,8 +88,8 @@ def _muon(of: settings.Muon, rates: optax.Schedule) -> optax.GradientTransformat
 MAKERS: dict[type, Callable[[Any, optax.Schedule], optax.GradientTransformation]] = {
     settings.AdamW: _adamw,
     settings.SGD: lambda of, rates: optax.sgd(rates, of.momentum),
-    settings.Lion: _lion,
-    settings.Adafactor: lambda of, rates: optax.adafactor(rates),
+    Lion: _lion,
+    Adafactor: lambda of, rates: optax.adafactor(rates),
     settings.Lamb: _lamb,
     settings.Muon: _muon,
     settings.CustomOptim: lambda of, rates: custom_optimizer(of.target, of.options, rates),
