@@ -21,7 +21,7 @@ from ppctl.planner.cost.predict_step import PipelinePlan, predict_job, step_of, 
 from ppctl.planner.cost.request_text import RequestText, out_of_memory
 from ppctl.planner.cost.target_devices import Target
 from ppctl.planner.cost.token_budget import TokenBudget, check_tokens, token_budget
-from ppctl.reports.bubble_names import shared_cores_text
+from ppctl.reports.terminal_output import shared_cores_text
 from ppctl.schedule.costs import Costs
 from ppctl.training.pipeline.built_in_models import attention_kernels, expert_kernel
 from ppctl.training.pipeline.job import TrainingJob, unit_of_work

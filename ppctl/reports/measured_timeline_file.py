@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from ppctl.errors import PpctlError
-from ppctl.reports.bubble_names import bubble_text
-from ppctl.reports.charts.html_charts import schedules_page
+from ppctl.reports.charts.draw_schedule import schedules_page
 from ppctl.reports.charts.schedule_drawing import Drawing
 from ppctl.reports.foreign_files import from_json
-from ppctl.reports.terminal_output import seconds_text
+from ppctl.reports.terminal_output import bubble_text, seconds_text
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule, Task
 from ppctl.schedule.schedule_text import from_csv, to_csv

@@ -18,8 +18,7 @@ from ppctl.reports.run_files import (
     tracker_commands,
 )
 from ppctl.reports.run_page.one_run_page import warnings_of
-from ppctl.reports.run_page.read_run import TIMED, RecordedRun, versions_of
-from ppctl.reports.run_page.recorded_curves import Points
+from ppctl.reports.run_page.read_run import TIMED, Points, RecordedRun, versions_of
 from ppctl.reports.terminal_output import (
     SPEEDS,
     OutputConsole,

@@ -1,4 +1,4 @@
-"""Output of commands: tables and lines on the terminal, JSON documents, and files."""
+"""Output of commands: tables and lines on the terminal, numbers as text, JSON, and files."""
 
 import errno
 import json
@@ -23,6 +23,12 @@ MOST_DECIMALS = 9  # decimals of a loss
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 GAP = "  "  # between two columns of a table
 SPEEDS = {"tokens_per_s": "tok/s", "rows_per_s": "rows/s"}  # units of the speeds in records
+EQUAL = "equal stages and fixed costs of F, I and W"
+ABOUT_BUBBLES = (
+    "Bubble: the idle share of the ranks while tasks run. Ideal: the schedule simulated on its "
+    f"executor, with {EQUAL}; predicted: simulated with the planner's seconds, as "
+    "the step time; measured: in a step (run.timeline=true)."
+)
 
 
 class OutputConsole(Console):
@@ -227,6 +233,39 @@ def iso_text(seconds: float | None) -> str | None:
         return None
 
 
+def bubble_text(
+    ideal: float | None, predicted: float | None = None, measured: float | None = None
+) -> str:
+    """Return the known bubbles with their names; "" if all are None.
+
+    >>> bubble_text(0.025, 0.203)
+    '2.5% ideal, 20.3% predicted'
+    >>> bubble_text(0.273, 0.232).partition(" (")[2]
+    'predicted below ideal, which assumes equal stages and fixed costs of F, I and W)'
+    """
+    named = (("ideal", ideal), ("predicted", predicted), ("measured", measured))
+    text = ", ".join(f"{value:.1%} {name}" for name, value in named if value is not None)
+    is_below = ideal is not None and predicted is not None and round(ideal - predicted, 3) > 0
+    return text + f" (predicted below ideal, which assumes {EQUAL})" * is_below
+
+
+def shared_cores_text(num_devices: int, num_cores: int | None) -> str | None:
+    """Return the reason why no bubble can be measured if devices outnumber cores, else None.
+
+    num_cores: cores that simulated devices share; None: real devices.
+
+    >>> shared_cores_text(4, 2).partition(":")[0]
+    '4 simulated devices share 2 cores'
+    """
+    if num_cores is None or num_devices <= num_cores:
+        return None
+    cores = "1 core" if num_cores == 1 else f"{num_cores} cores"
+    return (
+        f"{num_devices} simulated devices share {cores}: ranks also wait for a core, so this "
+        "machine cannot show the schedule's bubble"
+    )
+
+
 def check_file(option: str, path: Path) -> None:
     """Raise ConfigError if the file of `option` cannot be written; call it before the work."""
     folder, reason = path.parent, None
@@ -284,8 +323,13 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 def json_safe(value: Any) -> Any:
     """Return a value with None in place of non-finite numbers, which JSON lacks."""
+    return mapped(value, lambda x: None if isinstance(x, float) and not math.isfinite(x) else x)
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a value with change(each) in place of each value in its lists and dicts."""
     if isinstance(value, dict):
-        return {key: json_safe(item) for key, item in value.items()}
+        return {key: mapped(item, change) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [json_safe(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [mapped(item, change) for item in value]
+    return change(value)

@@ -141,7 +141,7 @@ def test_the_page_gives_the_reason_for_a_missing_chart(monkeypatch):
     unknown = picture_of(job, "no <peak> is known.")
     assert unknown == "Not drawn, because the step time is unknown: no <peak> is known."
     assert "no &lt;peak&gt; is known." in shown(found, unknown)
-    monkeypatch.setattr("ppctl.reports.charts.html_charts.MOST_TASKS", 10)
+    monkeypatch.setattr("ppctl.reports.charts.draw_schedule.MOST_TASKS", 10)
     large = picture_of(job, None)
     assert large == "Not drawn: 16 tasks are too many for a chart (10 at most)."
     text = shown(found, large)

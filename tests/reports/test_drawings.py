@@ -15,7 +15,7 @@ from ppctl.cli.subcommands.schedule_show import draw
 from ppctl.config import Costs, Mesh, ScheduleConfig
 from ppctl.config import Schedule as Plain
 from ppctl.errors import ConfigError
-from ppctl.reports.charts.html_charts import schedules_page
+from ppctl.reports.charts.draw_schedule import schedules_page
 from ppctl.reports.charts.image_charts import (
     DPI,
     MARGIN_IN,

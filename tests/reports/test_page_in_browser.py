@@ -25,10 +25,9 @@ from ppctl.launch.sweep.sweep_jobs import NUMBERS, Job, Result
 from ppctl.planner.make_plan import predicted
 from ppctl.planner.show import plan_page
 from ppctl.reports import measured_timeline_file as timeline_io
-from ppctl.reports.charts.html_charts import schedules_page
+from ppctl.reports.charts.draw_schedule import schedules_page
 from ppctl.reports.run_page.one_run_page import run_page
-from ppctl.reports.run_page.read_run import LOAD
-from ppctl.reports.run_page.recorded_curves import LayerValues
+from ppctl.reports.run_page.read_run import LOAD, LayerValues
 from ppctl.reports.write_report import compare_page
 from ppctl.schedule.simulator import simulate
 from ppctl.training.pipeline.engines.step_memory import PARTS

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from ppctl.reports.run_page.recorded_curves import COLUMNS, MOST_POINTS, read_curves, read_layers
+from ppctl.reports.run_page.read_run import COLUMNS, MOST_POINTS, read_curves, read_layers
 
 
 def written(tmp_path, values, steps=None):

@@ -17,11 +17,10 @@ from ppctl.planner.make_plan import predicted
 from ppctl.planner.rehearsal.rehearse_ranks import Rehearsal, RehearsedRank
 from ppctl.planner.show import plan_page
 from ppctl.reports import measured_timeline_file as timeline_io
-from ppctl.reports.charts.html_charts import schedules_page
+from ppctl.reports.charts.draw_schedule import schedules_page
 from ppctl.reports.charts.schedule_drawing import Drawing
 from ppctl.reports.run_page.one_run_page import run_page
-from ppctl.reports.run_page.read_run import DROPPED, LOAD, RecordedRun, read_run
-from ppctl.reports.run_page.recorded_curves import Curve, LayerValues
+from ppctl.reports.run_page.read_run import DROPPED, LOAD, Curve, LayerValues, RecordedRun, read_run
 from ppctl.reports.write_report import compare_page
 from ppctl.training.pipeline.job import assemble
 

@@ -16,7 +16,7 @@ from ppctl.config import Auto, Csv, Mesh
 from ppctl.config.schedule_from_config import Planned, pipeline_of
 from ppctl.errors import ConfigError, PpctlError, one_line
 from ppctl.reports import write_report as report
-from ppctl.reports.charts.html_charts import too_many_tasks
+from ppctl.reports.charts.draw_schedule import too_many_tasks
 from ppctl.reports.run_files import SCHEDULE_FILE, is_run
 from ppctl.reports.run_page.one_run_page import run_page
 from ppctl.reports.run_page.read_run import RecordedRun, read_run

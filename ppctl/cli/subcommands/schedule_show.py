@@ -13,8 +13,7 @@ from typing import Any
 from ppctl import config as settings
 from ppctl.config.schedule_from_config import read, schedule_of
 from ppctl.errors import ScheduleError, one_line
-from ppctl.reports.charts.draw_schedule import DRAWN_AS
-from ppctl.reports.charts.html_charts import schedules_page
+from ppctl.reports.charts.draw_schedule import DRAWN_AS, schedules_page
 from ppctl.reports.charts.image_charts import FORMS, image
 from ppctl.reports.charts.schedule_drawing import Drawing, drawing_document, table_row
 from ppctl.reports.charts.text_chart import show_gantt, show_schedules_table

@@ -8,10 +8,10 @@ from statistics import mean
 from ppctl.launch.sweep import sweep_records as records
 from ppctl.launch.sweep.sweep_jobs import DONE, FILES, Result
 from ppctl.launch.sweep.sweep_records import LOSSES
-from ppctl.reports import bubble_names as bubbles
 from ppctl.reports import page_kit as kit
 from ppctl.reports.charts.page_figures import MOST_LINES, curves_svg
 from ppctl.reports.run_page.one_run_page import MARK
+from ppctl.reports.terminal_output import ABOUT_BUBBLES
 from ppctl.reports.write_report import FILE as REPORT
 
 SEED = "run.seed"  # jobs that differ only in the seed are repeats
@@ -23,7 +23,7 @@ SHOWN = (  # columns of the table, from a record
 )
 ABOUT = (
     "Step time and tok/s are medians over all steps of a run; the predicted step time is the "
-    f"planner's. {bubbles.ABOUT} Memory: that of the fullest device, as compiled. Seconds in all "
+    f"planner's. {ABOUT_BUBBLES} Memory: that of the fullest device, as compiled. Seconds in all "
     "cover this sweep, with start and compilation."
 )
 

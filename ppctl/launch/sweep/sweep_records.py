@@ -17,7 +17,7 @@ from ppctl.reports import page_kit as kit
 from ppctl.reports.foreign_files import from_json, printable
 from ppctl.reports.measured_timeline_file import measured_bubble
 from ppctl.reports.run_files import is_run, record_number, run_summary, whole_number
-from ppctl.reports.run_page.recorded_curves import Curve, read_curves
+from ppctl.reports.run_page.read_run import Curve, read_curves
 from ppctl.reports.terminal_output import SPEEDS, json_safe, replace_file, show_lines, show_table
 from ppctl.user_files import read_file
 

@@ -21,7 +21,7 @@ from ppctl.planner.show.plan_terminal import (
     stage_table,
 )
 from ppctl.reports import page_kit as kit
-from ppctl.reports.charts.html_charts import charts_html, too_many_tasks
+from ppctl.reports.charts.draw_schedule import charts_html, too_many_tasks
 from ppctl.reports.charts.page_figures import memory_bars
 from ppctl.reports.charts.schedule_drawing import Drawing
 from ppctl.schedule.simulator import Timeline

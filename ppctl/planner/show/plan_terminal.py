@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from ppctl.planner.make_plan import ExpertsPart, Prediction, StagePart
 from ppctl.planner.rehearsal.rehearse_ranks import Rehearsal, RehearsedRank
-from ppctl.reports.bubble_names import bubble_text
 from ppctl.reports.terminal_output import (
     OutputConsole,
+    bubble_text,
     seconds_column,
     seconds_text,
     show_lines,

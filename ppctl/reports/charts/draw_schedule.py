@@ -1,29 +1,35 @@
-"""Draw a schedule to a file; show schedules and pipelines as html in notebooks.
+"""Schedules as files of every format, as charts of html pages, and in notebooks.
 
-Notebooks get plain tables, and pictures inside <img>, so that svg ids of two cells cannot clash.
+A page is one self-contained file: its charts are canvases, their data deflated. Notebooks get plain
+tables, and pictures inside <img>, so that svg ids of two cells cannot clash.
 """
 
 import base64
 import io
 import json
+import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from ppctl.errors import ConfigError
-from ppctl.reports.charts.html_charts import schedules_page
+from ppctl.reports.charts import schedule_drawing as drawn
 from ppctl.reports.charts.image_charts import FORMS, MAX_RANKS, MAX_VECTORS, image
-from ppctl.reports.charts.schedule_drawing import Drawing, drawing_document, title_of
+from ppctl.reports.charts.schedule_drawing import Drawing, drawing_document
 from ppctl.reports.charts.text_chart import show_gantt
-from ppctl.reports.page_kit import table, text
-from ppctl.reports.terminal_output import size_text, write_file
+from ppctl.reports.page_kit import asset, filled, page, soft, table, text
+from ppctl.reports.palette import INK, shade
+from ppctl.reports.terminal_output import mapped, size_text, write_file
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.ir import Schedule
+from ppctl.schedule.ir import ALL_KINDS, MOST_TASKS, PART_KINDS, Schedule
 from ppctl.schedule.schedule_text import to_csv
 from ppctl.schedule.simulator import simulate
 
 TEXT_WIDTH = 200  # columns
+DIGITS = 7  # digits of the makespan that rounded numbers keep; a wide screen shows four
 LOOK = "max-width:100%;background:white"  # style of a picture in a notebook
 
 
@@ -68,6 +74,70 @@ DRAWN_AS: dict[str, Callable[[Drawing], str | bytes]] = {  # content of a file, 
 _FORM_OF = {".txt" if form == "text" else f".{form}": form for form in DRAWN_AS}
 
 
+# --- html -----------------------------------------------------------------------------------------
+
+
+def schedules_page(drawings: Sequence[Drawing]) -> str:
+    """Return an html page: a summary of all drawings, then their charts on one time axis."""
+    title = drawings[0].title
+    if len(drawings) > 1:
+        title = f"Schedules: {', '.join(drawing.label for drawing in drawings)}"
+    return page(title, charts_html(drawings), main='<main class="wide">')
+
+
+def charts_html(drawings: Sequence[Drawing], notes: Sequence[str] = ()) -> str:
+    """Return html: notes, then the charts, if any, with buttons.
+
+    A page may hold only one result with charts.
+    """
+    said = "".join(f"{soft(text(note))}\n" for note in notes)
+    if not drawings:
+        return said
+    data = json.dumps([chart_data(drawing) for drawing in drawings]).replace("<", "\\u003c")
+    script = "".join(map(asset, ("page.js", "page_input.js", "page_start.js")))
+    return said + filled("charts.html", JS=script, DATA=data)
+
+
+def too_many_tasks(num_tasks: int) -> str | None:
+    """Return the reason if a step has too many tasks to draw, else None."""
+    if num_tasks <= MOST_TASKS:
+        return None
+    return f"Not drawn: {num_tasks:,} tasks are too many for a chart ({MOST_TASKS:,} at most)."
+
+
+def chart_data(drawing: Drawing) -> dict[str, Any]:
+    """Return the words and colours of a chart, and its numbers as deflated JSON.
+
+    The numbers are those of `drawing_document` and two more lists. waits_for: for each task, rank
+    after rank, the index of the task that it waits for. memory: for each rank, the points
+    (seconds, activations) of its memory curve.
+    """
+    # 1. numbers
+    timeline, schedule = drawing.timeline, drawing.schedule
+    tasks = [task for tasks in schedule.ranks for task in tasks]
+    place = {task: i for i, task in enumerate(tasks)}
+    waited = map(timeline.waits_for, tasks)
+    numbers = drawing_document(drawing) | {
+        "waits_for": [None if task is None else place[task] for task in waited],
+        "memory": [timeline.memory_curve(rank) for rank in range(schedule.num_ranks)],
+    }
+    decimals = DIGITS - math.ceil(math.log10(timeline.makespan_s or 1.0))  # a small page
+    numbers = mapped(numbers, lambda x: round(x, decimals) if isinstance(x, float) else x)
+    # 2. words and colours
+    chunks = range(schedule.num_chunks)
+    return {
+        **drawn.picked(drawing, "label", "title", "verdict", "labelled_s", "longest_label"),
+        "reasons": drawn.reasons(drawing),
+        "kinds": ALL_KINDS,
+        "kind_names": [drawn.KIND_NAMES[kind] for kind in ALL_KINDS],
+        "colours": [
+            [shade(k, 0 if k in PART_KINDS else i, len(chunks)) for i in chunks] for k in ALL_KINDS
+        ],
+        "ink": INK,
+        "numbers": base64.b64encode(zlib.compress(json.dumps(numbers).encode())).decode(),
+    }
+
+
 def schedule_html(schedule: Schedule) -> str:
     """Return the html chart of a schedule with F = I = W = 1 s; a sentence if it is too large.
 
@@ -76,7 +146,7 @@ def schedule_html(schedule: Schedule) -> str:
     '<p>gpipe: 1024 ranks, 1 microbatch. Too large for a picture here: ppctl.draw makes a page.</p>'
     """
     if schedule.num_ranks > MAX_RANKS or sum(map(len, schedule.ranks)) > MAX_VECTORS:
-        words = f"{title_of(schedule.name, schedule)}. Too large for a picture here"
+        words = f"{drawn.title_of(schedule.name, schedule)}. Too large for a picture here"
         return f"<p>{text(words)}: ppctl.draw makes a page.</p>"
     drawing = Drawing(schedule.name, simulate(schedule, Costs()))
     data = base64.b64encode(image([drawing], "svg")).decode()

@@ -7,10 +7,9 @@ from typing import Any
 
 from ppctl.config.schedule_from_config import Planned
 from ppctl.errors import PpctlError
-from ppctl.reports import bubble_names as bubbles
 from ppctl.reports import measured_timeline_file as timelines
 from ppctl.reports import page_kit as kit
-from ppctl.reports.charts.html_charts import charts_html, too_many_tasks
+from ppctl.reports.charts.draw_schedule import charts_html, too_many_tasks
 from ppctl.reports.charts.page_figures import curves_svg, heat_svg, memory_bars
 from ppctl.reports.charts.schedule_drawing import Drawing, number_text
 from ppctl.reports.palette import PARTS
@@ -18,7 +17,7 @@ from ppctl.reports.recorded_settings import setting_text
 from ppctl.reports.run_files import RUNNING, record_number, setting_changes, tracker_commands
 from ppctl.reports.run_page.read_run import DROPPED, LOAD, RecordedRun, versions_of
 from ppctl.reports.run_status import FAILED, FINISHED
-from ppctl.reports.terminal_output import iso_text, seconds_text
+from ppctl.reports.terminal_output import ABOUT_BUBBLES, bubble_text, iso_text, seconds_text
 
 MARK = '<main data-by="ppctl report">'  # identifies a report among html files
 MOST_BARS = 16  # ranks whose memory is drawn
@@ -29,7 +28,7 @@ HEAT = {  # title of each heat map, and the number drawn in the darkest colour
     LOAD: ("Load of experts: tokens of the most loaded expert over the mean", 1.0),
     DROPPED: ("Tokens dropped by model.moe.capacity", 0.0),
 }
-PREDICTIONS = f"Step time: the median. {bubbles.ABOUT} Memory: of the fullest device, as compiled."
+PREDICTIONS = f"Step time: the median. {ABOUT_BUBBLES} Memory: of the fullest device, as compiled."
 FROM_ZERO = {"lr": "Learning rate", **{name: f"Speed, {unit}" for name, unit in kit.SPEEDS.items()}}
 FIGURES = {"loss": "Loss", "eval_loss": "Eval loss", "grad_norm": "Gradient norm", **FROM_ZERO}
 HOW = (
@@ -98,7 +97,7 @@ def _cards(run: RecordedRun) -> Iterator[tuple[str, str, str]]:
         ("Step time", run.median("step_time_s"), seconds_text, timed),
         ("Speed", run.median(speed), f"{{:,.0f}} {kit.SPEEDS.get(speed)}".format, "median"),
         ("MFU", run.median("mfu_fraction"), "{:.1%}".format, "median, of the peak of all devices"),
-        ("Bubble", bubble, "{:.1%}".format, bubbles.bubble_text(*shares)),
+        ("Bubble", bubble, "{:.1%}".format, bubble_text(*shares)),
         ("Compiling", newest("compile_time_s"), "{:.1f} s".format, "of the newest start"),
     ):
         if value is not None:

@@ -22,7 +22,7 @@ from ppctl.errors import (
 )
 from ppctl.launch import join_processes as distributed
 from ppctl.reports import measured_timeline_file as timeline_io
-from ppctl.reports.bubble_names import shared_cores_text
+from ppctl.reports.terminal_output import shared_cores_text
 from ppctl.schedule.simulator import Timeline
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.pipeline.job import TrainingJob, evaluate

@@ -9,8 +9,7 @@ from ppctl.config import Transformer
 from ppctl.config.changed_settings import Change
 from ppctl.executors.compiler_options import text_of
 from ppctl.executors.device_mesh import hosts_text
-from ppctl.reports.bubble_names import bubble_text
-from ppctl.reports.terminal_output import seconds_text, size_text
+from ppctl.reports.terminal_output import bubble_text, seconds_text, size_text
 from ppctl.schedule.placement_costs import peak_activations
 from ppctl.schedule.simulator import simulate
 from ppctl.training.pipeline.built_in_models import attention_kernels
