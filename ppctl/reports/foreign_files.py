@@ -7,8 +7,6 @@ that leads out of its directory. See docs/security.md.
 import json
 import os
 import re
-import stat
-import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
@@ -23,8 +21,8 @@ from ppctl.user_files import read_file
 
 MOST_SETTINGS_BYTES = 2**20  # bytes of a config.yaml; usually 6 KB
 MOST_LINE_BYTES = 2**20  # bytes of a record; usually 400
-UNPRINTABLE = ("Cc", "Cs")  # control characters (they may move the cursor), lone surrogates
-KEPT = "\n\t"
+# control characters (they may move the cursor), except line breaks and tabs, and lone surrogates
+UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 # records that need no cleaning: flat, ASCII, without escapes
 _PLAIN_RECORD = re.compile(rb"\{[ -Z\]-z|~]*\}\n?")
 
@@ -117,15 +115,7 @@ def printable(text: str) -> str:
     >>> printable("\x1b[31mred\ud800, ä\t")
     '\\x1b[31mred\\ud800, ä\t'
     """
-    if text.isprintable():
-        return text
-    return "".join(map(_shown, text))
-
-
-def _shown(letter: str) -> str:
-    if letter in KEPT or unicodedata.category(letter) not in UNPRINTABLE:
-        return letter
-    return letter.encode("unicode_escape").decode("ascii")
+    return UNPRINTABLE.sub(lambda each: each[0].encode("unicode_escape").decode("ascii"), text)
 
 
 # characters of a path that Orbax reads as a pattern while it saves
@@ -140,7 +130,7 @@ def check_place(directory: Path, option: str, *, saves: bool = True) -> None:
     Other libraries read some names as patterns, separators or addresses. saves: False if the
     checkpoints are only read, which no pattern prevents.
     """
-    path, reason = str(directory.absolute()), None
+    path = str(directory.absolute())
     if saves and (letter := _PATTERN.search(path)):
         reason = f"Orbax reads {letter[0]} as a pattern"
     elif "\\" in path:
@@ -149,11 +139,11 @@ def check_place(directory: Path, option: str, *, saves: bool = True) -> None:
         reason = f"Orbax reads {address[1] or address[2]} as an address"
     elif path.encode(errors="replace").decode() != path:
         reason = "tensorstore reads only names in UTF-8"
-    if reason is not None:
-        what = f"{option}={directory} cannot hold checkpoints: {reason}"
-        where = "" if str(directory) == path else f", in {path}"
-        remedy = "Use another directory, or a symlink with another name."
-        raise ConfigError(f"{printable(what + where)}. {remedy}")
+    else:
+        return
+    where = "" if str(directory) == path else f", in {path}"
+    what = printable(f"{option}={directory} cannot hold checkpoints: {reason}{where}")
+    raise ConfigError(f"{what}. Use another directory, or a symlink with another name.")
 
 
 def check_inside(directory: Path, names: Iterable[str], option: str) -> None:
@@ -164,9 +154,9 @@ def check_inside(directory: Path, names: Iterable[str], option: str) -> None:
     top = directory.resolve()
     for name in names:
         for path in _below(directory / name):
-            mode = path.lstat().st_mode
-            is_out = stat.S_ISLNK(mode) and not path.resolve().is_relative_to(top)
-            if is_out or not (stat.S_ISLNK(mode) or stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            is_link = path.is_symlink()
+            is_out = is_link and not path.resolve().is_relative_to(top)
+            if is_out or not (is_link or path.is_file() or path.is_dir()):
                 link = f"is a link to {path.resolve()}, outside of it"
                 what = link if is_out else "is neither file nor directory"
                 shown = printable(f"{path.relative_to(directory)} {what}")
@@ -176,12 +166,9 @@ def check_inside(directory: Path, names: Iterable[str], option: str) -> None:
 
 def _below(path: Path) -> Iterator[Path]:
     """Yield a path and all paths below it, but only one level below checkpoints; follow no link."""
-    if not os.path.lexists(path):
-        return
-    yield path
-    if not path.is_dir() or path.is_symlink():
-        return
-    for folder, folders, files in os.walk(path):
+    if os.path.lexists(path):
+        yield path
+    for folder, folders, files in os.walk(path) if not path.is_symlink() else ():
         yield from (Path(folder, name) for name in (*folders, *files))
         if path.name == "checkpoints":
             folders.clear()

@@ -77,13 +77,13 @@ def measured_and_simulated(
     ticks: lockstep ticks of the simulation; None: ranks run freely. label: name in the drawings'
     labels; None: the schedule's.
     """
-    name = label or timeline.schedule.name
-    schedule = timeline.schedule if ticks is None else ticks.schedule
-    simulated = ScheduledStep(schedule, timeline.costs, ticks).timeline(timeline.costs)
-    return (
-        Drawing(f"{name}, measured", timeline),
-        Drawing(f"{name}, simulated from its means", simulated),
+    name, schedule = (
+        label or timeline.schedule.name,
+        (timeline if ticks is None else ticks).schedule,
     )
+    simulated = ScheduledStep(schedule, timeline.costs, ticks).timeline(timeline.costs)
+    means = Drawing(f"{name}, simulated from its means", simulated)
+    return Drawing(f"{name}, measured", timeline), means
 
 
 def write_timeline(
@@ -121,8 +121,7 @@ def read_timeline(file: Path, name: str) -> Timeline:
     name: the schedule's name. OSError if the file cannot be read; ValueError or ScheduleError if
     it is not a timeline.
     """
-    cells: dict[int, list[Task]] = defaultdict(list)
-    spans: dict[Task, Span] = {}
+    cells, spans = defaultdict[int, list[Task]](list), dict[Task, Span]()
     try:
         for row in csv.DictReader(io.StringIO(read_file(file).decode(), newline="")):
             task = Task.parse(row["task"])
@@ -155,8 +154,8 @@ def read_profile(file: Path, schedule: Schedule) -> tuple[Timeline, int]:
     needed = {task for task in every if task[:2] != (last, "F")}
     whole = [spans for spans in steps if needed <= spans.keys() <= every]
     if not whole:
-        what = "every task of the schedule on the first device of each rank"
-        raise ValueError(f"no step in it has {what}")
+        every_task = "every task of the schedule on the first device of each rank"
+        raise ValueError(f"no step in it has {every_task}")
     # 2. the step of median length
     spans = sorted(whole, key=_length_s)[(len(whole) - 1) // 2]
     timeline = measured_timeline(schedule, spans)

@@ -136,11 +136,8 @@ def verdict(look: tuple[str, str], words: str) -> str:
 
 def cards(items: Iterable[tuple[str, str, str]]) -> str:
     """Return the most important numbers, each (name, value, note), as cards."""
-    divs = (
-        f"<div><dt>{name}</dt><dd>{value}<small>{note}</small></dd></div>"
-        for name, value, note in items
-    )
-    return f'<dl class="numbers">{"".join(divs)}</dl>'
+    form = "<div><dt>{}</dt><dd>{}<small>{}</small></dd></div>".format
+    return f'<dl class="numbers">{"".join(form(*each) for each in items)}</dl>'
 
 
 def table(about: str, columns: Sequence[str], rows: Iterable[Sequence[str]], look: str = "") -> str:

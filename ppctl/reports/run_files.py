@@ -160,11 +160,8 @@ def read_config(path: Path) -> dict[str, Any] | str:
 def run_summary(name: str, path: Path) -> RunSummary:
     """Return the state of a run; problems of its files are listed in it, not raised."""
     # 1. settings and checkpoints
-    problems: list[str] = []
-    config = read_config(path)
-    if isinstance(config, str):
-        problems.append(config)
-        config = {}
+    found = read_config(path)
+    problems, config = ([found], {}) if isinstance(found, str) else ([], found)
     of_run = config.get("run")
     num_steps = whole_number(of_run, "num_steps") if isinstance(of_run, dict) else None
     if config and num_steps is None:
@@ -190,24 +187,13 @@ def run_summary(name: str, path: Path) -> RunSummary:
         problems.append("the last line of metrics.jsonl has no step or no loss")
     if status.record is not None and status.record.get("status") not in run_status.ALL:
         problems.append("the last line of status.jsonl has no status of a run")
+    # 3. the newest numbers and times
+    finished = step if step is not None else max((whole_number(status.record, "step") or 0, *steps))
+    losses = loss if is_finite else None, is_finite, record_number(evaluation.record, "eval_loss")
     written = [end.written_s for end in ends if end.written_s is not None]
-    return RunSummary(
-        name,
-        path,
-        state,
-        reason,
-        step if step is not None else max((whole_number(status.record, "step") or 0, *steps)),
-        num_steps,
-        loss if is_finite else None,
-        is_finite,
-        record_number(evaluation.record, "eval_loss"),
-        whole_number(evaluation.record, "step"),
-        _started_s(path / run_status.FILE),
-        max(written) if written else _written_s(path),
-        config,
-        steps,
-        tuple(problems),
-    )
+    times = _started_s(path / run_status.FILE), max(written) if written else _written_s(path)
+    progress = state, reason, finished, num_steps, *losses, whole_number(evaluation.record, "step")
+    return RunSummary(name, path, *progress, *times, config, steps, tuple(problems))
 
 
 def _state(
@@ -242,10 +228,7 @@ def _state(
 
 
 def _failure_of_another(path: Path, last: Mapping[str, Any] | None) -> str | None:
-    """Return a failure recorded by a process other than 0 since the last start, or None.
-
-    If another process fails, process 0 writes no end to status.jsonl.
-    """
+    """Return a failure of a process other than 0 since the last start: 0 then writes no end."""
     file = path / "processes" / FAILED_FILE
     with suppress(OSError, ValueError, KeyError, TypeError):
         if last is not None and file.stat().st_mtime >= last["at"]:

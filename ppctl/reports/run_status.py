@@ -82,13 +82,10 @@ class RunStatus:
             with suppress(OSError):  # a full disk may be what failed
                 self.end(FAILED, reason=one_line(error) or type(error).__name__)
         if not self._has_begun:
-            self._leave_no_trace()
+            with suppress(OSError):  # directories with other files stay
+                for path in self._made:
+                    path.rmdir() if path.is_dir() else path.unlink()
         self._file.close()
-
-    def _leave_no_trace(self) -> None:
-        with suppress(OSError):  # directories with other files stay
-            for path in self._made:
-                path.rmdir() if path.is_dir() else path.unlink()
 
     def end(self, status: str, **facts: Any) -> None:
         """Record the end, one of ENDS, and `facts`."""
@@ -118,11 +115,11 @@ def held_by(run_dir: Path) -> int | None:
 def _holder(run_dir: Path) -> int | None:
     """Return the id of the living local process of the newest start; None if it is unknown."""
     line = _open_start(run_dir / FILE)
-    return line["pid"] if line is not None and _is_local(line) and _lives(line) else None
-
-
-def _is_local(line: Mapping[str, Any]) -> bool:
-    return here().items() <= line.items()
+    return (
+        line["pid"]
+        if line is not None and here().items() <= line.items() and _lives(line)
+        else None
+    )
 
 
 def is_held(path: Path) -> bool:
@@ -132,13 +129,14 @@ def is_held(path: Path) -> bool:
     cannot be read.
     """
     with open_file(path) as file:
+        has_lock = True
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: readers do not clash
         except BlockingIOError:
             return True
         except OSError:  # no locks, as on NFS without lockd
-            return _seems_held(path, has_lock=False)
-        return _seems_held(path, has_lock=True)
+            has_lock = False
+        return _seems_held(path, has_lock=has_lock)
 
 
 def _seems_held(path: Path, *, has_lock: bool) -> bool:
@@ -150,7 +148,7 @@ def _seems_held(path: Path, *, has_lock: bool) -> bool:
     line = _open_start(path)
     if line is None or (has_lock and line.get("is_locked") is not False):
         return False
-    if _is_local(line):
+    if here().items() <= line.items():
         return line.get("pid") != os.getpid() and _lives(line)
     with os.scandir(path.parent) as entries:
         newest_s = max(entry.stat().st_mtime for entry in entries)
@@ -220,31 +218,24 @@ def append(file: FileIO, line: bytes) -> None:
 
 def _lock_run(file: FileIO, run_dir: Path) -> bool:
     """Lock the status file of a run; return whether it has locks. HeldError if it is held."""
-    try:
-        is_locked = _lock(file)
-    except BlockingIOError:
-        raise HeldError(_holder(run_dir)) from None
-    if _seems_held(run_dir / FILE, has_lock=is_locked):
+    is_locked = _lock(file)
+    if is_locked is None or _seems_held(run_dir / FILE, has_lock=is_locked):
         raise HeldError(_holder(run_dir))
     return is_locked
 
 
-def _lock(file: FileIO) -> bool:
-    """Lock a file; return False if its file system has no locks.
-
-    BlockingIOError if another process holds the lock.
-    """
+def _lock(file: FileIO) -> bool | None:
+    """Lock a file; return False if its file system has no locks, None if another process has it."""
     until_s = time.monotonic() + LOCK_S
-    while True:
+    while time.monotonic() <= until_s:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            if time.monotonic() > until_s:
-                raise
             time.sleep(0.02)
         except OSError:
             return False
+    return None
 
 
 def _drop_torn_line(file: FileIO) -> None:

@@ -7,30 +7,13 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from ppctl.errors import ConfigError, nearest, suggested
+from ppctl.errors import ConfigError, nearest, os_errors, suggested
+from ppctl.reports import run_files
+from ppctl.reports import terminal_output as terminal
 from ppctl.reports.foreign_files import printable
-from ppctl.reports.run_files import (
-    RunSummary,
-    disk_bytes,
-    find_runs,
-    is_run,
-    setting_changes,
-    tracker_commands,
-)
+from ppctl.reports.run_files import RunSummary, setting_changes
 from ppctl.reports.run_page.one_run_page import warnings_of
 from ppctl.reports.run_page.read_run import TIMED, Points, RecordedRun, versions_of
-from ppctl.reports.terminal_output import (
-    SPEEDS,
-    OutputConsole,
-    age_text,
-    decimal_text,
-    iso_text,
-    seconds_text,
-    show_json,
-    show_lines,
-    show_table,
-    size_text,
-)
 
 HEADINGS = {"eval_loss": "eval loss"}
 MOST_NAMED = 10  # runs listed in an error
@@ -48,14 +31,12 @@ def list_runs(
     columns: the text of each run, by column. least: the columns that make room first. closed: lines
     on unreadable directories.
     """
-    console = OutputConsole()
+    console = terminal.OutputConsole()
     heads, last = ([HEADINGS.get(name, name) for name in names] for names in (columns, least))
     rows = [[*map(printable, row)] for row in zip(*columns.values(), strict=True)]
-    show_table(console, title, heads, rows, last)
-    for run in runs:
-        for line in (*([run.reason] if run.reason else []), *run.problems):
-            show_lines(console, printable(f"{run.name}: {line}"))
-    show_lines(console, *map(printable, closed))
+    terminal.show_table(console, title, heads, rows, last)
+    lines = [f"{run.name}: {x}" for run in runs for x in (run.reason, *run.problems) if x]
+    terminal.show_lines(console, *map(printable, [*lines, *closed]))
     return 0
 
 
@@ -68,17 +49,15 @@ def names_of(tops: Sequence[Path], closed: list[str]) -> list[tuple[str, Path]]:
     names: dict[Path, str] = {}
     for top in tops:
         _check_readable(top)
-        found = find_runs(top, closed)
+        found = run_files.find_runs(top, closed)
         names |= {path: name if len(tops) == 1 else str(path) for name, path in found}
     return [(name, path) for path, name in names.items()]
 
 
 def _check_readable(directory: Path) -> None:
-    try:
+    remedy = "Name a directory that holds runs: ppctl runs DIR."
+    with os_errors(f"{directory} cannot be read", remedy):
         os.listdir(directory)
-    except OSError as error:
-        remedy = "Name a directory that holds runs: ppctl runs DIR."
-        raise ConfigError(f"{directory} cannot be read: {error.strerror}. {remedy}") from error
 
 
 def find_run(name: str, tops: Sequence[Path]) -> tuple[str, Path]:
@@ -87,7 +66,7 @@ def find_run(name: str, tops: Sequence[Path]) -> tuple[str, Path]:
     ConfigError if no run or several runs match.
     """
     path = Path(name)
-    if is_run(path):
+    if run_files.is_run(path):
         return os.path.normpath(name), path
     is_inside = not path.is_absolute() and any(os.path.isdir(top / name) for top in tops)
     if os.path.isdir(path) and not is_inside:
@@ -120,37 +99,32 @@ def show_run(run: RecordedRun, *, as_json: bool) -> int:
     # 1. as JSON
     found, summary = run_document(run), run.summary
     if as_json:
-        show_json(found)
+        terminal.show_json(found)
         return 0
     # 2. as lines
     name, path = summary.name, summary.path
     request = " ".join(run.words) or ("the defaults" if run.command else "not recorded")
     reason = f": {summary.reason}" if summary.reason else ""
-    recorded = f"recorded {age_text(found['age_s'])} ago"
+    recorded = f"recorded {terminal.age_text(found['age_s'])} ago"
     lines = [
         ("run", f"{name}: {path}" if name != str(path) else name),
         ("status", f"{summary.status} at step {summary.steps_text}, {recorded}{reason}"),
         ("request", request),
-        *(
-            ("changed", f"since step {each['step']}: {each['setting']}")
-            for each in found["changed"]
-        ),
+        *(("changed", f"since step {x['step']}: {x['setting']}") for x in found["changed"]),
         ("loss", _losses_text(found["losses"])),
         ("eval loss", _losses_text(found["eval_losses"])),
         ("speed", _speed_text(run)),
         ("saved", _checkpoints_text(path, summary.checkpoints)),
-        ("size", f"{size_text(found['disk_bytes'])} on disk"),
-        *(("scalars", command) for _, command in tracker_commands(path)),
+        ("size", f"{terminal.size_text(found['disk_bytes'])} on disk"),
+        *(("scalars", command) for _, command in run_files.tracker_commands(path)),
         ("profile", found.get("profile", "")),
         ("timeline", found.get("timeline", "")),
         *(("note", problem) for problem in run.problems),
         ("note", summary.resume_note),
         ("resume", run.command),
     ]
-    console = OutputConsole()
-    for label, text in lines:
-        if text:
-            show_lines(console, printable(f"{label:9} {text}"))
+    texts = [printable(f"{label:9} {text}") for label, text in lines if text]
+    terminal.show_lines(terminal.OutputConsole(), *texts)
     return 0
 
 
@@ -170,7 +144,7 @@ def run_document(run: RecordedRun) -> dict[str, Any]:
         **run.newest,
         "measured_bubble_fraction": run.measured_bubble,
         "checkpoints": list(run.summary.checkpoints),
-        "disk_bytes": disk_bytes(path),
+        "disk_bytes": run_files.disk_bytes(path),
         **{folder.name: str(folder) for folder in folders if os.path.isdir(folder)},
         "versions": versions_of(run.starts[-1]) if run.starts else {},
         "starts": list(run.starts),
@@ -183,10 +157,12 @@ def run_document(run: RecordedRun) -> dict[str, Any]:
 def summary_document(run: RunSummary, now_s: float) -> dict[str, Any]:
     """Return the state of a run and its settings as a JSON document."""
     state = ("status", "reason", "step", "num_steps", "loss", "eval_loss", "eval_step")
-    place = {"name": run.name, "run_dir": str(run.path)}
-    return {**place, **{name: getattr(run, name) for name in state}} | {
-        "started": iso_text(run.started_s),
-        "last_active": iso_text(run.recorded_s),
+    return {
+        "name": run.name,
+        "run_dir": str(run.path),
+        **{name: getattr(run, name) for name in state},
+        "started": terminal.iso_text(run.started_s),
+        "last_active": terminal.iso_text(run.recorded_s),
         "age_s": max(0.0, now_s - run.recorded_s),
         "settings": run.config,
         "problems": list(run.problems),
@@ -202,18 +178,17 @@ def extremes(points: Points) -> dict[str, dict[str, float]]:
 
 
 def _losses_text(found: dict[str, dict[str, float]]) -> str:
-    return ", ".join(
-        f"{which} {decimal_text(each['loss'])} (step {each['step']})"
-        for which, each in found.items()
-    )
+    losses = ((which, terminal.decimal_text(x["loss"]), x["step"]) for which, x in found.items())
+    return ", ".join(f"{which} {loss} (step {step})" for which, loss, step in losses)
 
 
 def _speed_text(run: RecordedRun) -> str:
-    step_s = run.median("step_time_s")
-    if step_s is None:
+    if (step_s := run.median("step_time_s")) is None:
         return ""
-    speed = "" if run.speed is None else f", {run.median(run.speed):,.0f} {SPEEDS[run.speed]}"
-    return f"{seconds_text(step_s)} a step{speed} (medians)"
+    speed = (
+        "" if run.speed is None else f", {run.median(run.speed):,.0f} {terminal.SPEEDS[run.speed]}"
+    )
+    return f"{terminal.seconds_text(step_s)} a step{speed} (medians)"
 
 
 def _checkpoints_text(path: Path, steps: Sequence[int]) -> str:

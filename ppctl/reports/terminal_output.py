@@ -78,8 +78,12 @@ def show_table(
         blank = " " * (widths[i] - cell_len(text))
         return blank + text if is_number[i] else text + blank
 
+    def wrapped(text: str, width: int) -> list[str]:
+        is_short = cell_len(text) <= width
+        return [text] if is_short else [l.plain.rstrip() for l in Text(text).wrap(console, width)]
+
     def lines(cells: Sequence[str], from_top: int) -> Iterator[str]:
-        pieces = [_wrapped(console, cells[i], widths[i])[::from_top] for i in widths]
+        pieces = [wrapped(cells[i], widths[i])[::from_top] for i in widths]
         for texts in [*zip_longest(*pieces, fillvalue="")][::from_top]:
             yield GAP.join(map(aligned, widths, texts)).rstrip()
 
@@ -92,12 +96,6 @@ def show_table(
         names = ", ".join(columns[i] for i in left_out)
         show_lines(console, f"not shown: {names} (use a wider terminal, | cat, or --json)")
     show_lines(console, "")
-
-
-def _wrapped(console: Console, text: str, width: int) -> list[str]:
-    if cell_len(text) <= width:
-        return [text]
-    return [line.plain.rstrip() for line in Text(text).wrap(console, width)]
 
 
 def _fitted(
@@ -199,12 +197,9 @@ def size_text(num_bytes: int) -> str:
     >>> size_text(1536), size_text(15_750_000_000)
     ('1.5 KiB', '14.7 GiB')
     """
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
+    units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+    sizes = (f"{num_bytes / size:.1f} {unit}" for unit, size in units if num_bytes >= size)
+    return next(sizes, f"{num_bytes:.0f} B")
 
 
 def age_text(seconds: float) -> str:
@@ -213,11 +208,9 @@ def age_text(seconds: float) -> str:
     >>> age_text(-3), age_text(5.2), age_text(60), age_text(200), age_text(8000), age_text(200_000)
     ('0 s', '5 s', '1 min', '3 min', '2 h', '2 d')
     """
-    seconds = max(0.0, seconds)
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds // size:.0f} {unit}"
-    return f"{seconds:.0f} s"
+    units = (("d", 86400), ("h", 3600), ("min", 60))
+    ages = (f"{seconds // size:.0f} {unit}" for unit, size in units if seconds >= size)
+    return next(ages, f"{max(0.0, seconds):.0f} s")
 
 
 def iso_text(seconds: float | None) -> str | None:
@@ -268,16 +261,17 @@ def shared_cores_text(num_devices: int, num_cores: int | None) -> str | None:
 
 def check_file(option: str, path: Path) -> None:
     """Raise ConfigError if the file of `option` cannot be written; call it before the work."""
-    folder, reason = path.parent, None
+    folder = path.parent
     if path.is_dir():
         reason = "it is a directory"
     elif not folder.is_dir():
         reason = f"there is no directory {folder}"
     elif not os.access(path if path.exists() else folder, os.W_OK):
         reason = "permission denied"
-    if reason is not None:
-        remedy = "Name a file in an existing directory that you may write."
-        raise ConfigError(f"{option} cannot be written: {reason}. {remedy}")
+    else:
+        return
+    remedy = "Name a file in an existing directory that you may write."
+    raise ConfigError(f"{option} cannot be written: {reason}. {remedy}")
 
 
 def write_file(option: str, path: Path, content: str | bytes) -> None:

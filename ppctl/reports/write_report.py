@@ -42,10 +42,11 @@ def place_of(out: str | None, paths: Sequence[Path]) -> Path:
         target = printable(str(file.resolve()))
         raise ConfigError(f"{named} is a link to {target}. Name a file: --out FILE.html.")
     check_file(named, file)
-    if file.exists() and not _is_ours(file):
-        what = "the file exists and is not a report of ppctl"
-        raise ConfigError(f"{named}: {what}. Move it away, or name another.")
-    return file
+    with suppress(OSError):  # only a report may be overwritten
+        if not file.exists() or (file.is_file() and MARK.encode() in file.read_bytes()):
+            return file
+    what = "the file exists and is not a report of ppctl"
+    raise ConfigError(f"{named}: {what}. Move it away, or name another.")
 
 
 def write_report(runs: Sequence[RecordedRun], file: Path, *, as_json: bool) -> int:
@@ -61,13 +62,6 @@ def write_report(runs: Sequence[RecordedRun], file: Path, *, as_json: bool) -> i
                 each["differs"] = {name: values[index] for name, values in differ.items()}
         show_json({"file": str(file), "runs": documents})
     return 0
-
-
-def _is_ours(file: Path) -> bool:
-    """Return whether a file is a report of ppctl, which may be overwritten."""
-    with suppress(OSError):
-        return file.is_file() and MARK.encode() in file.read_bytes()
-    return False
 
 
 # --- several runs ---------------------------------------------------------------------------------
@@ -113,7 +107,7 @@ def _table(runs: Sequence[RecordedRun], differ: Differ, file: Path) -> str:
         if "eval_loss" in columns and run.summary.eval_note:
             numbers[0] += f" {run.summary.eval_note}"
         sample = kit.line_sample(index) if index < MOST_LINES else ""
-        report, directory = run.summary.path / "report.html", run.summary.path
+        report, directory = run.summary.path / FILE, run.summary.path
         place = report if os.path.exists(report) else directory
         name = f"{sample}{index + 1} {kit.link(place, file, run.summary.name)}"
         state = run.summary.status, run.summary.steps_text, loss_text(run)

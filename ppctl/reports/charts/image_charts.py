@@ -4,7 +4,9 @@ import io
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, nan
+from operator import sub
 from typing import Any
 
 from ppctl.errors import ConfigError
@@ -76,8 +78,8 @@ def panels(title: str, each: Sequence[Panel], x_name: str, form: str) -> bytes:
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_ylim(bottom=0, top=1 if panel.is_share else None)
         if panel.is_share:
-            rest = lambda y: 1 - y  # noqa: E731
-            axes.secondary_yaxis("right", functions=(rest, rest)).set_ylabel("efficiency")
+            rest = (partial(sub, 1),) * 2  # y -> 1 - y, and its inverse
+            axes.secondary_yaxis("right", functions=rest).set_ylabel("efficiency")
         axes.legend(fontsize=8, edgecolor="none")
     figure.suptitle(title, fontsize=10)
     return _saved(figure, form)

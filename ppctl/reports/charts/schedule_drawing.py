@@ -47,8 +47,8 @@ class Drawing:
 
         It holds for any order of the tasks with the same period, the step time without a barrier.
         """
-        timeline = self.timeline
-        return peak_activations_bound(self.schedule, timeline.costs, timeline.period_s)
+        costs, period_s = self.timeline.costs, self.timeline.period_s
+        return peak_activations_bound(self.schedule, costs, period_s)
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -85,10 +85,11 @@ class Drawing:
         timeline = self.timeline
         seconds = timeline.makespan_s, self.lower_bound_s, timeline.period_s
         makespan, least, period = (seconds_text(each, seconds[0], 5) for each in seconds)
-        peak = number_text(max(timeline.peak_activations))
+        peak, most_bytes = number_text(max(timeline.peak_activations)), max(timeline.peak_bytes)
+        size = f" of {number_text(most_bytes / GIB)} GiB" if most_bytes else ""
         return (
             f"makespan {makespan} (at least {least}), period {period}, bubble "
-            f"{timeline.bubble_fraction:.1%}, peak {peak} activations{_bytes_text(timeline)}"
+            f"{timeline.bubble_fraction:.1%}, peak {peak} activations{size}"
         )
 
 
@@ -126,20 +127,13 @@ def table_row(
 
 def reasons(drawing: Drawing) -> list[str]:
     """Return lines on the choice of schedule=auto; [] without one."""
-    choice = drawing.choice
-    if choice is None:
+    if (choice := drawing.choice) is None:
         return []
     tried, within = choice.num_blocks
     blocks = f" and {tried} of {within} V-shaped building blocks" if within else ""
     least = seconds_text(choice.lower_bound_s, digits=5)
     tried_text = f"tried: {choice.num_published} published schedules{blocks}; on their placements"
     return [choice.summary, f"{tried_text} none is below {least}"]
-
-
-def _bytes_text(timeline: Timeline) -> str:
-    """Return " of N GiB", the largest peak of a rank, or "" if bytes are unknown."""
-    most = max(timeline.peak_bytes)
-    return f" of {number_text(most / GIB)} GiB" if most else ""
 
 
 def number_text(value: float) -> str:

@@ -61,7 +61,6 @@ def show_schedules_table(
     console: Console, title: str, rows: Sequence[Mapping[str, Any]], *, formulas: bool = False
 ) -> None:
     """Print a row for each schedule, then their notes; formulas: with columns of closed forms."""
-
     longest_s = max(row["makespan_s"] for row in rows)
 
     def cell(name: str, value: Any) -> str:

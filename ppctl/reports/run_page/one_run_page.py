@@ -108,9 +108,7 @@ def _cards(run: RecordedRun) -> Iterator[tuple[str, str, str]]:
 
 def warnings_of(run: RecordedRun) -> list[str]:
     """Return warnings on problems of the files and on numbers that are not finite."""
-    warnings = list(run.problems)
-    if not run.curves:
-        warnings.append("no step is recorded")
+    warnings = [*run.problems, *([] if run.curves else ["no step is recorded"])]
     for name, of in (("loss", "loss"), ("grad_norm", "gradient norm"), ("eval_loss", "eval loss")):
         if name in run.curves and (number := run.curves[name].num_lost):
             many = f"{number:,} steps, first at " if number > 1 else ""
@@ -132,10 +130,8 @@ def _files(run: RecordedRun, file: Path) -> str:
     saved = f"step{'s' * (len(steps) > 1)} {', '.join(f'{step:,}' for step in steps)}"
     rows = [["checkpoints", saved if steps else "none"]]
     rows += [[title, kit.command(words)] for title, words in tracker_commands(path)]
-    for name, inside in (("profile", ""), ("timeline", "timeline.html")):
-        place = path / name / inside
-        if os.path.exists(place):
-            rows.append([name, kit.link(place, file)])
+    places = {"profile": path / "profile", "timeline": path / "timeline" / "timeline.html"}
+    rows += [[name, kit.link(at, file)] for name, at in places.items() if os.path.exists(at)]
     rows.append(["directory", kit.link(path, file)])
     return kit.table("files of the run", [], rows, "stages")
 
@@ -273,10 +269,7 @@ def _step_html(run_dir: Path, pipeline: Planned | str) -> str:
 
 
 def _measured(run_dir: Path, pipeline: Planned | str, notes: list[str]) -> Sequence[Drawing]:
-    """Return the step measured by run.timeline or run.profile, and its simulation; or ().
-
-    Adds lines on the measurement to `notes`.
-    """
+    """Return the measured step and its simulation, or (); add lines on both to `notes`."""
     timed = run_dir / "timeline" / timelines.FILES[0]
     traced = run_dir / "profile" / timelines.TASKS_FILE
     label = "the schedule" if isinstance(pipeline, str) else pipeline.label

@@ -109,8 +109,8 @@ def read_run(
     summary, problems = run_summary(name, path), []
     curves, last = read_curves(path / "metrics.jsonl", CURVES, (*NEWEST, LOAD), problems)
     evaluations, _ = read_curves(path / "eval.jsonl", ("eval_loss",), (), problems)
-    numbers = {name: record_number(last, name) for name in NEWEST}
-    newest = {name: n for name, n in numbers.items() if n is not None and abs(n) < LARGEST}
+    found = {name: record_number(last, name) for name in NEWEST}
+    newest = {name: n for name, n in found.items() if n is not None and abs(n) < LARGEST}
     memory = _memory(path / MEMORY_FILE, problems)
     pairs = ((name, read_layers(path / "metrics.jsonl", name)) for name in (LOAD, DROPPED))
     has_experts = LOAD in last
@@ -118,18 +118,10 @@ def read_run(
     # 2. starts
     lines = read_lines(path / run_status.FILE, problems)
     starts = [line for line in lines if line.get("status") == run_status.STARTED]
+    numbers = curves | evaluations, newest, measured_bubble(path / "timeline" / "timeline.csv")
+    problems = list(dict.fromkeys((*summary.problems, *problems, *notes)))
     return RecordedRun(
-        summary,
-        words,
-        command,
-        curves | evaluations,
-        newest,
-        measured_bubble(path / "timeline" / "timeline.csv"),
-        starts,
-        list(dict.fromkeys((*summary.problems, *problems, *notes))),
-        pipeline,
-        memory,
-        layers,
+        summary, words, command, *numbers, starts, problems, pipeline, memory, layers
     )
 
 
@@ -137,26 +129,22 @@ def _memory(path: Path, problems: list[str]) -> list[dict[str, int]]:
     """Return the bytes of each rank by part, recorded at the newest start; [] without a record."""
     try:
         ranks = from_json(read_file(path))["ranks"]
-        return [{str(part): _whole(size) for part, size in of_rank.items()} for of_rank in ranks]
+        memory = [{str(part): size for part, size in of_rank.items()} for of_rank in ranks]
+        sizes = [size for of_rank in memory for size in of_rank.values()]
+        if all(type(size) is int and 0 <= size < MOST_BYTES for size in sizes):
+            return memory
     except FileNotFoundError:
         return []
     except UNREADABLE:
-        problems.append(f"{path.name} cannot be read")
-        return []
-
-
-def _whole(size: Any) -> int:
-    if type(size) is not int or not 0 <= size < MOST_BYTES:
-        raise ValueError(size)
-    return size
+        pass
+    problems.append(f"{path.name} cannot be read")
+    return []
 
 
 def versions_of(start: Mapping[str, Any]) -> dict[str, str]:
     """Return the recorded package versions of a start."""
     versions = start.get("versions")
-    if not isinstance(versions, dict):
-        return {}
-    return {str(name): str(version) for name, version in versions.items()}
+    return {str(k): str(v) for k, v in versions.items()} if isinstance(versions, dict) else {}
 
 
 # --- curves -------------------------------------------------------------------------------------
