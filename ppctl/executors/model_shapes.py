@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from ppctl.executors.outer_layers import OuterLayers, computed, traced
 from ppctl.executors.parameter_layout import gather_shard, parameter_of, sharded_over
 from ppctl.executors.stage.stage import Stage
-from ppctl.model.layer_inputs import PARAMS, LayerInputs, without_attached
+from ppctl.model.layer_inputs import PARAMS, LayerInputs, outer_numbers
 from ppctl.model.layer_reports import cast_layers, check_reports
 from ppctl.model.parallel import WHOLE, StageAxes
 from ppctl.model.stack import Stack, VocabularyParts, num_examples
@@ -87,7 +87,7 @@ class Model:
     def x(self) -> jax.ShapeDtypeStruct:
         """Shape of the activation between layers."""
         args = computed(self.embed_head, self.dtype), self.microbatch["inputs"]
-        return self.traced(lambda: jax.eval_shape(self.stack.embed, *args))
+        return self.traced(lambda: jax.eval_shape(self.stack.outer[0], *args))
 
     def traced(self, function: Callable[[], Any]) -> Any:
         """Return function(), traced with the axes inside a stage."""
@@ -95,20 +95,25 @@ class Model:
 
     @cached_property
     def inputs(self) -> LayerInputs:
-        """The extra inputs of layers. Raises ConfigError if embedding or head attach a loss."""
-        embed_head, batch = computed(self.embed_head, self.dtype), self.microbatch
-        with without_attached("embedding"):
-            self.traced(lambda: jax.eval_shape(self.stack.embed, embed_head, batch["inputs"]))
-        with without_attached("head"):
-            args = embed_head, self.x, batch["targets"]
-            self.traced(lambda: jax.eval_shape(self.stack.head, *args))
-        layer = self.stack, self.computed_layer, self.x
-        return self.traced(lambda: LayerInputs.of(*layer))
+        """The extra inputs of layers, embedding and head."""
+        params = {
+            "embed_head": computed(self.embed_head, self.dtype),
+            "layers": self.computed_layer,
+        }
+        return self.traced(lambda: LayerInputs.of(self.stack, params, self.x, self.microbatch))
 
     def with_inputs(self, layer: Tree) -> Tree:
         """Return the shapes of a layer with its extra inputs; if it takes keys, its number."""
         place, number = (jax.ShapeDtypeStruct((), dtype) for dtype in (self.master, jnp.int32))
         return self.inputs.extended(layer, place, number)
+
+    def with_outer_inputs(self, embed_head: Tree) -> Tree:
+        """Return the shapes of embedding and head with their extra inputs."""
+        place, numbers = (
+            jax.ShapeDtypeStruct((), self.master),
+            jax.ShapeDtypeStruct((2,), jnp.int32),
+        )
+        return self.inputs.outer.extended(embed_head, place, numbers)
 
     def computed_params(self, params: Tree, numbers: Any, place: Any = 1) -> Tree:
         """Return staged parameters in the compute dtype, layers with extra inputs.
@@ -118,7 +123,11 @@ class Model:
         """
         shape = jax.tree.leaves(params["layers"])[0].shape[:3]
         places = jnp.full(shape, place, self.master)
-        extended = params | {"layers": self.inputs.extended(params["layers"], places, numbers)}
+        place, outer = jnp.asarray(place, self.master), outer_numbers(self.stack.num_layers)
+        extended = {
+            "embed_head": self.inputs.outer.extended(params["embed_head"], place, outer),
+            "layers": self.inputs.extended(params["layers"], places, numbers),
+        }
         return self.inputs.computed(extended, self.dtype, self.stack.uncast)
 
     @cached_property
@@ -179,6 +188,7 @@ class Model:
             x=self.x,
             dtype=self.dtype,
             axes=self.axes,
+            inputs=self.inputs,
             own_embed_head=self.own_embed_head,
             parts=self.parts,
         )

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ppctl.executors.stage.jaxpr_tools import add_last_outputs, flatten
+from ppctl.model.layer_inputs import LayerInputs
 from ppctl.model.parallel import StageAxes
 from ppctl.model.stack import Stack, VocabularyParts
 from ppctl.model.trainable_parameters import trained_flags, trained_part, with_trained
@@ -49,7 +50,7 @@ def keep(embed_head: Tree, used: tuple[bool, ...]) -> Tree:
 class OuterLayers:
     """The functions of embedding and head; the fields are those of `Model`.
 
-    embed_head, of a method: a rank's leaves, None for unused ones.
+    They take a rank's leaves of embed_head, None for unused ones, extended by `LayerInputs.outer`.
     """
 
     stack: Stack
@@ -58,6 +59,7 @@ class OuterLayers:
     x: jax.ShapeDtypeStruct
     dtype: Any
     axes: StageAxes
+    inputs: LayerInputs
     own_embed_head: tuple[bool, ...] | None
     parts: VocabularyParts | None
 
@@ -78,8 +80,9 @@ class OuterLayers:
             read |= {id(v) for v in jaxpr.outvars}
             return [id(v) in read for v in jaxpr.invars[: len(leaves)]]
 
-        by_embedding = used(self.stack.embed, self.microbatch["inputs"])
-        by_head = used(self.stack.head, self.x, self.microbatch["targets"])
+        embed, head = self.stack.outer
+        by_embedding = used(embed, self.microbatch["inputs"])
+        by_head = used(head, self.x, self.microbatch["targets"])
         by_head = [a or not b for a, b in zip(by_head, by_embedding, strict=True)]
         return tuple(by_embedding), tuple(by_head)
 
@@ -89,7 +92,7 @@ class OuterLayers:
 
         With a divided vocabulary these are the undivided leaves, which every rank uses.
         """
-        is_trained = trained_flags(self.embed_head, self._trains)
+        is_trained = trained_flags(self.embed_head, self.stack.trains("embed_head"))
         if self.own_embed_head is not None:
             own = self.own_embed_head
             return tuple(a and not b for a, b in zip(is_trained, own, strict=True))
@@ -108,29 +111,37 @@ class OuterLayers:
     def losses(self) -> Tree:
         """Shapes of (sum of losses, number of losses)."""
         args = computed(self.embed_head, self.dtype), self.x, self.microbatch["targets"]
-        return traced(lambda: jax.eval_shape(self.stack.head, *args), self.axes)
+        return traced(lambda: jax.eval_shape(self.stack.outer[1], *args), self.axes)
 
     @property
     def _trains(self) -> Tree:
-        return self.stack.trains("embed_head")
+        return self.inputs.trainable(self.stack)["embed_head"]
 
     def trained(self, embed_head: Tree) -> Tree:
         """Return a tree like `embed_head` with None for frozen parameters."""
         return trained_part(embed_head, self._trains)
 
+    def extended(self, embed_head: Tree, place: Any, number: Any) -> Tree:
+        """Return `embed_head` with the inputs of embedding and head: see `LayerInputs.extended`."""
+        return self.inputs.outer.extended(embed_head, place, number)
+
+    def with_keys(self, embed_head: Tree, keys: jax.Array | None) -> Tree:
+        """Return `embed_head` with the keys of a microbatch's examples; None: an evaluation."""
+        return self.inputs.outer.with_keys(embed_head, keys)
+
     def _filled(self, embed_head: Tree) -> Tree:
         """Return `embed_head` with zeros for unused leaves."""
         leaves, treedef = jax.tree.flatten(self.embed_head)
-        found = jax.tree.leaves(embed_head, is_leaf=is_none)
+        found = jax.tree.leaves(self.inputs.outer.separate(embed_head)[0], is_leaf=is_none)
         zeros = (jnp.zeros(a.shape, self.dtype) for a in leaves)
         filled = [z if a is None else a for z, a in zip(zeros, found, strict=True)]
-        return jax.tree.unflatten(treedef, filled)
+        return self.inputs.outer.replaced(embed_head, jax.tree.unflatten(treedef, filled))
 
     def embed(self, embed_head: Tree, inputs: Tree, part: jax.Array | None = None) -> jax.Array:
         """Return the embedding, or with the number of a vocabulary part that part's summand."""
         if part is not None and self.parts is not None:
             return self.parts.embed(embed_head, inputs, part)
-        return self.stack.embed(self._filled(embed_head), inputs)
+        return self.inputs.outer_functions(self.stack)[0](self._filled(embed_head), inputs)
 
     def head(self, embed_head: Tree, y: jax.Array, targets: Tree, *known: Any) -> tuple:
         """Return (sum of losses, their number).
@@ -139,7 +150,7 @@ class OuterLayers:
         """
         if known and self.parts is not None:
             return self.parts.head(embed_head, y, targets, *known)
-        return self.stack.head(self._filled(embed_head), y, targets)
+        return self.inputs.outer_functions(self.stack)[1](self._filled(embed_head), y, targets)
 
     def add_embedding(
         self, embed_head: Tree, inputs: Tree, gx: jax.Array, total: Tree, part: Any = None

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ppctl.model.layer_inputs import LOSS, LayerInputs
+from ppctl.model.layer_inputs import LOSS, LayerInputs, outer_numbers
 from ppctl.model.layer_reports import divided_by
-from ppctl.model.random_keys import KEYS
+from ppctl.model.random_keys import KEYS, without_key
 from ppctl.model.stack import Stack, divisor, metric_means, number_of
 from ppctl.model.trainable_parameters import trained_part, with_trained
 from ppctl.schedule.remat import Remat
@@ -50,7 +50,8 @@ def reference(
     setting = Remat.of(remat)
 
     def loss_of(inputs: LayerInputs) -> Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]:
-        model = replace(stack, layer=inputs.functions(stack.layer))
+        embed, head = inputs.outer_functions(stack)
+        model = replace(stack, embed=embed, layer=inputs.functions(stack.layer), head=head)
 
         def layer(l: int) -> Callable[[Tree, jax.Array], jax.Array]:
             run = model.layer_of(l)
@@ -58,9 +59,11 @@ def reference(
 
         def loss_sum(params: Tree, microbatch: Tree) -> tuple[jax.Array, jax.Array]:
             params = inputs.computed(params, dtype, stack.uncast)
-            params["layers"] = inputs.with_keys(params["layers"], microbatch.get(KEYS))
+            keys = microbatch.get(KEYS)
+            params["layers"] = inputs.with_keys(params["layers"], keys)
+            params["embed_head"] = inputs.outer.with_keys(params["embed_head"], keys)
             x = _before_head(model, params, microbatch["inputs"], layer, unroll)
-            return stack.head(params["embed_head"], x, microbatch["targets"])
+            return model.head(params["embed_head"], x, microbatch["targets"])
 
         return jax.checkpoint(loss_sum) if setting.keeps_input_only else loss_sum
 
@@ -84,13 +87,15 @@ def _accumulated(
         # 1. parameters, extended by the extra inputs of layers
         microbatches = jax.tree.map(lambda a: a.reshape(num_microbatches, -1, *a.shape[1:]), batch)
         first = jax.tree.map(lambda a: a[0], microbatches)
-        x = jax.eval_shape(stack.embed, params["embed_head"], first["inputs"])
+        x = jax.eval_shape(stack.outer[0], params["embed_head"], first["inputs"])
         layer = jax.eval_shape(lambda tree: jax.tree.map(lambda a: a[0], tree), params["layers"])
-        inputs = LayerInputs.of(stack, layer, x)
+        inputs = LayerInputs.of(stack, params | {"layers": layer}, x, first)
         scale = inputs.places(batch, lambda numbers: numbers, jax.tree.leaves(params)[0].dtype)
-        places = jnp.full(stack.num_layers, scale)
-        numbers = jnp.arange(stack.num_layers)
-        params = params | {"layers": inputs.extended(params["layers"], places, numbers)}
+        places, number = jnp.full(stack.num_layers, scale), stack.num_layers
+        params = {
+            "embed_head": inputs.outer.extended(params["embed_head"], scale, outer_numbers(number)),
+            "layers": inputs.extended(params["layers"], places, jnp.arange(number)),
+        }
         trained = trained_part(params, inputs.trainable(stack))
         # 2. sums over microbatches
         loss_sum = loss_of(inputs)
@@ -106,10 +111,10 @@ def _accumulated(
         (loss, number, grads), _ = jax.lax.scan(add, zeros, microbatches)
         # 3. means over the losses
         metrics, number = metric_means(number), divisor(number)
-        layers, attached = inputs.separate(grads["layers"])
+        grads, attached = inputs.separate_all(grads)
         losses = {LOSS: loss / number} | metrics
-        losses |= {name: a.sum() / number.astype(a.dtype) for name, a in attached.items()}
-        return losses, divided_by(grads | {"layers": layers}, number, stack.options.updates)
+        losses |= {name: a / number.astype(a.dtype) for name, a in attached.items()}
+        return losses, divided_by(grads, number, stack.options.updates)
 
     return loss_and_grads
 
@@ -141,7 +146,8 @@ def by_example(
         embed_head = params["embed_head"]
         x = _before_head(stack, params, batch["inputs"], stack.layer_of)
         outputs = None if stack.options.outputs is None else stack.options.outputs(embed_head, x)
-        losses = jax.vmap(lambda x, target: stack.head(embed_head, x[None], target[None]))
+        head = stack.outer[1]
+        losses = jax.vmap(lambda x, target: head(embed_head, x[None], target[None]))
         return *losses(x, batch["targets"]), outputs
 
     return run
@@ -155,7 +161,7 @@ def _before_head(
     unroll: int = MOST_UNROLLED,
 ) -> jax.Array:
     """Return the output of the last layer."""
-    x, number = stack.embed(params["embed_head"], inputs), stack.num_layers
+    x, number = without_key(stack.embed)(params["embed_head"], inputs), stack.num_layers
     # 1. runs of layers with one function, which is traced once
     functions = [stack.layer_of(0 if stack.are_alike else l) for l in range(number)]
     runs = [[*run] for _, run in groupby(range(number), key=lambda l: id(functions[l]))]

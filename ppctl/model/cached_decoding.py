@@ -156,7 +156,7 @@ class Decoder:
         embed_head, layers = params
         self._attention.piece = piece
         if s == 0:
-            x = self._stack.embed(embed_head, x)
+            x = self._stack.outer[0](embed_head, x)
         now = []
         for l, layer, of_layer in zip(self._layers_of[s], layers, kept, strict=True):
             self._attention.layer = of_layer

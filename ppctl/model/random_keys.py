@@ -33,9 +33,9 @@ def names_key(function: Callable) -> bool:
 
 
 @lru_cache(1024)  # same function object each time, as compiled programs are cached by it
-def without_key(layer: Callable) -> Callable:
-    """Return a layer as a function (w, x) for evaluations, with key=None if it takes a key."""
-    return (lambda w, x: layer(w, x, key=None)) if names_key(layer) else layer
+def without_key(function: Callable) -> Callable:
+    """Return a layer, embedding or head as in evaluations, with key=None if it takes a key."""
+    return (lambda *args: function(*args, key=None)) if names_key(function) else function
 
 
 def key_of_seed(seed: int) -> np.ndarray:

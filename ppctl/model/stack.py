@@ -146,7 +146,7 @@ class Stack:
         layer: (layer, x) -> x: one function for all layers, or a tuple with one for each. A layer
             with a parameter `key` gets a random key for each example, [batch], in training, and
             None otherwise (see `ppctl.dropout`). The key depends on seed, step, layer and example,
-            never on the layout.
+            never on the layout. The same holds for embed and head.
         head: (embed_head, x, targets) -> (sum of losses, number of losses): scalars, summed in at
             least float32. The training loss is sum / number over the global batch.
         options: Everything else.
@@ -205,8 +205,18 @@ class Stack:
 
     @property
     def takes_key(self) -> bool:
-        """Return whether a layer has a parameter `key`."""
-        return any(map(names_key, self.layer if isinstance(self.layer, tuple) else (self.layer,)))
+        """Return whether a layer, the embedding or the head has a parameter `key`."""
+        return any(map(names_key, (self.embed, *self.functions, self.head)))
+
+    @property
+    def functions(self) -> tuple[Callable[..., jax.Array], ...]:
+        """Return the functions of the layers; one if all are alike."""
+        return self.layer if isinstance(self.layer, tuple) else (self.layer,)
+
+    @property
+    def outer(self) -> tuple[Callable[..., jax.Array], Callable[..., tuple[jax.Array, Any]]]:
+        """Return (embed, head) as in evaluations, without keys."""
+        return without_key(self.embed), without_key(self.head)
 
     @property
     def are_alike(self) -> bool:
@@ -214,11 +224,13 @@ class Stack:
         return not isinstance(self.layer, tuple)
 
     def without_keys(self) -> Stack:
-        """Return the same model with its layers as in evaluations, without keys."""
+        """Return the same model with its functions as in evaluations, without keys."""
         if not self.takes_key:
             return self
         functions = tuple(map(self.layer_of, range(self.num_layers)))
-        return replace(self, layer=functions[0] if self.are_alike else functions)
+        embed, head = self.outer
+        layer = functions[0] if self.are_alike else functions
+        return replace(self, embed=embed, layer=layer, head=head)
 
     def layer_of(self, l: int) -> Callable[[Tree, jax.Array], jax.Array]:
         """Return the function (w, x) of layer l as in evaluations, without a key."""

@@ -1,4 +1,4 @@
-"""A loss that a layer attaches trains as one written into the loss, and is reported apart from it.
+"""A loss attached anywhere trains as one written into the loss, and is reported apart from it.
 
 The oracle is a plain JAX model whose loss is written out, in float64.
 """
@@ -26,12 +26,18 @@ def spread(x):
     return 0.1 * jnp.square(jax.nn.logsumexp(x, axis=-1)).sum()
 
 
+def late(embed_head, x):
+    return 0.2 * jnp.tanh(x @ embed_head["out"]).sum()
+
+
 def size(w):
     return lambda x: 0.3 * jnp.abs(x @ w).sum()
 
 
 def attaching_stack(attach=ppctl.attach_loss):
-    """A stack whose layers attach two losses, one of them in an inner scan that JAX traces once."""
+    """A stack whose layers attach two losses, one of them in an inner scan that JAX traces once.
+    The embedding attaches one of these too, the head another one.
+    """
 
     def init_embed_head(key):
         first, second = jax.random.split(key)
@@ -47,11 +53,15 @@ def attaching_stack(attach=ppctl.attach_loss):
         up, gate = jax.random.split(key)
         return {"up": jax.random.normal(up, (D, D)) / 3, "gate": jax.random.normal(gate, (2, D, 2))}
 
+    def embed(embed_head, inputs):
+        x = inputs @ embed_head["in"]
+        return attach(x, spread(2 * x), name="spread")
+
     def head(embed_head, x, targets):
+        x = attach(x, late(embed_head, x), name="late")
         errors = x @ embed_head["out"] - targets
         return jnp.square(errors).sum(), jnp.asarray(errors.size, errors.dtype)
 
-    embed = lambda embed_head, inputs: inputs @ embed_head["in"]
     options = ppctl.StackOptions(mixes_examples=False)
     return ppctl.Stack(L, init_embed_head, init_layer, embed, layer, head, options)
 
@@ -75,12 +85,14 @@ def written_out():
     def total(params):
         found.clear()
         embed_head, x = params["embed_head"], batch["inputs"] @ params["embed_head"]["in"]
+        x = collect(x, spread(2 * x), "spread")
         for l in range(L):
             w = jax.tree.map(lambda a, l=l: a[l], params["layers"])
             x = collect(x, spread(x), "spread")
             for part in w["gate"]:
                 x = collect(x, size(part)(x), "size")
             x = x + jnp.tanh(x @ w["up"])
+        x = collect(x, late(embed_head, x), "late")
         errors = x @ embed_head["out"] - batch["targets"]
         main, number = jnp.square(errors).sum(), errors.size
         losses = {name: a / number for name, a in found.items()} | {"loss": main / number}
@@ -107,7 +119,7 @@ def check(mesh, **how):
     loss, found = pipe.loss_and_grads(state, make_batch())
     assert error((loss, found), (losses["loss"], grads)) <= TOLERANCE
     _, metrics = pipe.step(state, make_batch())
-    assert {*metrics} == {"loss", "grad_norm", "spread", "size"}
+    assert {*metrics} == {"loss", "grad_norm", "spread", "size", "late"}
     assert error({name: metrics[name] for name in losses}, losses) <= TOLERANCE
     assert error(metrics["grad_norm"], np.asarray(optax.tree.norm(grads))) <= TOLERANCE
 
@@ -149,10 +161,12 @@ def as_network():
         x = stack.embed(params["embed_head"], inputs)
         for l, w in enumerate(params["layers"]):
             x = stack.layer(w, ppctl.stage_boundary(x) if l else x)
+        x = ppctl.attach_loss(x, late(params["embed_head"], x), name="late")
         return x @ params["embed_head"]["out"]
 
+    plain = attaching_stack(lambda x, loss, name: x)
     return ppctl.Network(
-        init, apply, lambda y, targets: stack.head({"out": jnp.eye(2)}, y, targets)
+        init, apply, lambda y, targets: plain.head({"out": jnp.eye(2)}, y, targets)
     )
 
 
@@ -200,36 +214,28 @@ def one_step(stack, **how):
     return ppctl.pipeline(stack, mesh=mesh, batch=make_batch(), **how)
 
 
-def test_a_loss_outside_of_layers_is_refused():
+def test_a_metric_with_the_name_of_an_attached_loss_is_refused():
     stack = attaching_stack()
-    late = lambda e, x, t: stack.head(e, ppctl.attach_loss(x, x.sum(), name="late"), t)
-    early = lambda e, i: ppctl.attach_loss(stack.embed(e, i), i.sum(), name="early")
-    with pytest.raises(ppctl.PpctlError, match=r"attach_loss\(late\) is called in the head, but"):
-        one_step(replace(stack, head=late))
-    with pytest.raises(
-        ppctl.PpctlError, match=r"attach_loss\(early\) is called in the embedding, but"
-    ):
-        one_step(replace(stack, embed=early))
     named = {"metrics": {"size": lambda y, batch: y[:, 0]}}
     options = replace(stack.options, outputs=lambda e, x: x @ e["out"])
     with pytest.raises(ppctl.PpctlError, match="metrics has 'size', the name of an attached"):
         one_step(replace(stack, options=options), **named)
 
 
-def test_a_loss_of_integers_before_the_first_layer_is_refused():
-    def apply(params, ids):
-        x = ids.astype(params["table"].dtype)
-        x = ppctl.attach_loss(x, x.sum(), name="early")
-        return params["table"][ids] + x[:, None]
-
-    loss = lambda y, targets: (y.sum(), jnp.float64(y.size))
-    network = ppctl.Network(lambda key: {"table": jnp.ones((5, 2))}, apply, loss)
-    batch = {"inputs": np.zeros(8, np.int32), "targets": np.zeros((8, 2))}
-    how = {"num_microbatches": 2, "optimizer": optax.sgd(0.1)}
-    with pytest.raises(
-        ppctl.PpctlError, match=r"attach_loss\(early\) is called in the embedding, but"
-    ):
-        ppctl.pipeline(network, mesh=ppctl.mesh(), batch=batch, schedule="gpipe", **how)
+def test_ranks_that_divide_the_vocabulary_attach_losses_only_in_layers():
+    stack = ppctl.transformer(num_layers=2, d_model=8, num_heads=2, vocab_size=8)
+    head = lambda e, x, *rest: stack.head(e, ppctl.attach_loss(x, x.sum(), name="late"), *rest)
+    divided = lambda axes: replace(stack.options.divided(axes), head=head)
+    tokens = np.zeros((4, 8), np.int32)
+    how = {"mesh": ppctl.mesh(pp=2), "optimizer": optax.sgd(0.1), "num_microbatches": 2}
+    with pytest.raises(ppctl.PpctlError, match="they cannot attach losses or take a key"):
+        ppctl.pipeline(
+            replace(stack.with_options(divided=divided), head=head),
+            batch={"inputs": tokens, "targets": tokens},
+            schedule="1f1b",
+            vocab="parallel",
+            **how,
+        )
 
 
 @pytest.mark.parametrize(

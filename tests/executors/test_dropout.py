@@ -193,6 +193,46 @@ def noting_stack(num_layers=2):
     )
 
 
+def drawing_outside(stack):
+    """The stack with noise in embedding and head too."""
+    noise = lambda key, like: (
+        0.0 if key is None else jax.vmap(lambda k: jax.random.normal(k, like.shape[1:]))(key)
+    )
+    embed = lambda e, inputs, key: stack.embed(e, inputs) + noise(key, inputs)
+
+    def head(e, x, targets, key):
+        total, _ = stack.head(e, x + (1 + e["zero"]) * noise(key, x), targets)
+        return total, jnp.float64(len(x))
+
+    return replace(stack, embed=embed, head=head)
+
+
+OUTSIDE = [
+    {"mesh": {"pp": 2, "dp": 2}, "schedule": "1f1b"},
+    {"mesh": {"pp": 2}, "schedule": "zb_h1", "executor": "mpmd", "remat": "full"},
+    full({"mesh": {"pp": 2, "fsdp": 2}, "schedule": "interleaved", "num_chunks": 2}),
+    full({"mesh": {"pp": 2}, "schedule": "zb_v", "executor": "mpmd", "num_microbatches": 4}),
+]
+
+
+@pytest.mark.parametrize("how", OUTSIDE)
+def test_embedding_and_head_draw_the_same_on_every_layout(how):
+    stack, rng = drawing_outside(noting_stack(4)), np.random.default_rng(0)
+    batch = {"inputs": rng.standard_normal((8, 1)), "targets": rng.standard_normal(8)}
+    found = []
+    for each in ({"mesh": {}, "executor": "reference"}, how):
+        pipe = make_pipe(stack, batch, **each)
+        state = pipe.init()
+        loss, grads = pipe.loss_and_grads(state, batch)
+        found.append((float(loss), jax.device_get(grads), float(pipe.loss(state, batch))))
+    assert error(*found) <= TOLERANCE
+    # an evaluation draws nothing
+    (trained, _, evaluated), plain = found[0], make_pipe(noting_stack(4), batch, {})
+    wanted = float(plain.loss(plain.init(), batch)) * 2 / 8  # a loss a microbatch, not an example
+    assert evaluated == pytest.approx(wanted, rel=1e-12)
+    assert abs(trained - evaluated) > 1e-3
+
+
 def test_layers_and_examples_have_separate_keys():
     batch = {"inputs": np.zeros((4, 1)), "targets": np.eye(4)[0] * 0 + 1.0}
     noise = {}

@@ -107,7 +107,9 @@ class ProgramLibrary:
             return P(self.device_axes)
         if role is None:
             # declared replicated once gathered, even if tp or another axis divides it
-            specs = model.auto_specs["embed_head"] if self.auto else P()
+            specs = P()
+            if self.auto:
+                specs = model.outer.extended(model.auto_specs["embed_head"], P(), P())
             trained = model.outer.trained
         else:
             one = model.auto_specs["layers"] if self.auto else model.layer_specs
@@ -188,20 +190,29 @@ def _microbatch_of(v: dict[str, Any], name: str) -> Tree:
 
 def _embedded(model: Model, v: dict[str, Any]) -> jax.Array:
     """Return the embedding of a microbatch, or its summand from a part of the vocabulary."""
-    return model.outer.embed(v["embed_head"], _microbatch_of(v, "inputs"), v.get("part"))
+    return model.outer.embed(_embed_head(model, v), _microbatch_of(v, "inputs"), v.get("part"))
+
+
+def _keys(v: dict[str, Any]) -> jax.Array | None:
+    return _microbatch_of(v, KEYS) if KEYS in v else None
+
+
+def _embed_head(model: Model, v: dict[str, Any]) -> Tree:
+    """Return the parameters of embedding and head with the keys of a microbatch, if they have."""
+    return model.outer.with_keys(v["embed_head"], _keys(v))
 
 
 def _with_embedding(model: Model, v: dict[str, Any], gx: jax.Array) -> Tree:
     """Return the sums of gradients with the embedding's gradient added."""
     inputs, total = _microbatch_of(v, "inputs"), v["acc_embed_head"]
-    return model.outer.add_embedding(v["embed_head"], inputs, gx, total, v.get("part"))
+    return model.outer.add_embedding(_embed_head(model, v), inputs, gx, total, v.get("part"))
 
 
 def _with_head(
     model: Model, v: dict[str, Any], y: jax.Array
 ) -> tuple[jax.Array | None, dict[str, Any]]:
     """Return (gradient of y, sums of losses and gradients); evaluations: (None, losses)."""
-    args = v["embed_head"], y, _microbatch_of(v, "targets")
+    args = _embed_head(model, v), y, _microbatch_of(v, "targets")
     known = (v["all_log_sums"], v["logits"], v["part"]) if "part" in v else ()
     add = partial(jax.tree.map, lambda total, a: total + jnp.asarray(a, total.dtype), v["losses"])
     if "acc_embed_head" not in v:
@@ -223,7 +234,7 @@ def run_task(model: Model, kind: str, role: Role, v: dict[str, Any]) -> dict[str
     # 1. the stage's arguments, then a forward
     first = role.first_layer
     numbers = None if first is None else range(first, first + role.num_layers)
-    keys = _microbatch_of(v, KEYS) if KEYS in v else None
+    keys = _keys(v)
     stage = model.evaluation_stage if keys is None else model.stage
     w = model.inputs.with_keys(v["w"], keys)
     args = w, None if numbers is None else LayerSlots(numbers=numbers)

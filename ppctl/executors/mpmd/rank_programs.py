@@ -110,11 +110,11 @@ def rank_entries(
         writes += [("losses", r)] * here.has_head
         writes += [*(("acc", s) for s in stages), *acc] if with_grads else []
         reads: list[Key] = [("params", r)]
-        if inputs.has_key:
+        if inputs.need_keys:
             reads.append(("layer_numbers", r))
         if inputs.divisors is not None and with_grads:
             reads += [("inputs", r), ("targets", r)]
-        if inputs.has_key and with_grads:
+        if inputs.need_keys and with_grads:
             reads += [(SEED, r), ("step", r)]
             writes.append((KEYS, r))
         before[r] = rank_entry("prepare", here, r, reads, writes)
@@ -129,7 +129,7 @@ def rank_entries(
             back = [
                 transfer_entry(r, ("shared_sum",), giver, ("shared", giver)) for giver in givers
             ]
-        writes += [("attached", r)] * bool(inputs.losses)
+        writes += [("attached", r)] * bool(inputs.names)
         after.append(rank_entry("finish", here, r, reads, writes))
         if here.shared == "gives":
             after.append(transfer_entry(r, ("given", r), adds, ("given_there", r)))
@@ -161,7 +161,8 @@ def prepare_rank(
         batch = flat_batch({name: v[name] for name in ("inputs", "targets")})
         place = model.inputs.places(batch, total, model.master)
     params = model.computed_params(v["params"], v.get("layer_numbers"), place)
-    embed_head, layers = gather_shards(params["embed_head"], specs["embed_head"]), params["layers"]
+    outer_specs, layers = model.outer.extended(specs["embed_head"], P(), P()), params["layers"]
+    embed_head = gather_shards(params["embed_head"], outer_specs)
     zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros((1, *a.shape), model.master), tree)  # noqa: E731
 
     def stages(layers: Tree) -> list[Any]:
@@ -211,19 +212,22 @@ def finish_rank(
 
     On the rank that adds, gradients of shared leaves include the sums of the ranks that give, and
     are also the second result. On a rank that gives they are None, and its sums are the second
-    result. Attached losses by layer, if any, are the last result.
+    result. Attached losses (of layers, of embedding and head), if any, are the last result.
     """
     # 1. the layers, stacked by chunk
     named = list(zip(program.reads, values, strict=True))
     chunks, given = ([v for n, v in named if n == name] for name in ("sum", "given_there"))
     layers = jax.tree.map(lambda *leaves: jnp.stack(leaves)[:, None], *chunks)
-    layers, losses = model.inputs.separate(layers)
-    attached = (losses,) if losses else ()
+    inputs = model.inputs
+    layers, losses = inputs.separate(layers)
     # 2. embedding and head, summed
-    embed_head = model.outer.trained(specs["embed_head"])  # None for leaves not on this rank
-    acc = dict(named).get("acc_embed_head")
+    embed_head = model.outer.trained(model.outer.extended(specs["embed_head"], P(), P()))
+    acc, of_outer = dict(named).get("acc_embed_head"), {}
     if acc is not None:
         embed_head = scatter_sums(drop_device_dim(acc), embed_head, axes)
+        of_outer = inputs.outer.separate(embed_head)[1]
+    embed_head = inputs.outer.separate(embed_head)[0]  # None for leaves not on this rank
+    attached = ((losses, of_outer),) if inputs.names else ()
     if here.shared is None:
         return {"embed_head": embed_head, "layers": layers}, *attached
     # 3. the leaves that ranks share

@@ -72,9 +72,13 @@ class Device:
         if ticks.has_backward:
             place = model.inputs.places(flat_batch(batch), total, model.master)
         shards, by_rank = model.computed_params(params, numbers, place), P(None, "pp")
-        self.embed_head = gather_shards(shards["embed_head"], specs["embed_head"])
+        embed_head = model.outer.extended(specs["embed_head"], P(), P())
         layers = model.inputs.extended(specs["layers"], by_rank, by_rank)
-        self.specs, is_whole = specs | {"layers": layers}, model.layer_specs is None
+        self.specs = {"embed_head": embed_head, "layers": layers}
+        self.embed_head, is_whole = (
+            gather_shards(shards["embed_head"], embed_head),
+            model.layer_specs is None,
+        )
         self.chunks = self._chunks(
             model.gather_layers(shards["layers"], layers) if is_whole else shards["layers"]
         )
@@ -91,8 +95,15 @@ class Device:
 
     def chunk(self, v: int, m: Any = 0) -> tuple[Any, LayerSlots | None]:
         """Return (layers, their slots) of chunk v; m: microbatch whose random keys layers take."""
-        keys = self.microbatch(KEYS, m) if KEYS in self.microbatches else None
-        return self.model.inputs.with_keys(self.chunks[v], keys), self.layer_slots[v]
+        return self.model.inputs.with_keys(self.chunks[v], self._keys(m)), self.layer_slots[v]
+
+    def _keys(self, m: Any) -> jax.Array | None:
+        """Return the random keys of microbatch m's examples, if functions take keys."""
+        return self.microbatch(KEYS, m) if KEYS in self.microbatches else None
+
+    def _embed_head(self, m: Any) -> Tree:
+        """Return the parameters of embedding and head, with the keys of microbatch m."""
+        return self.outer.with_keys(self.embed_head, self._keys(m))
 
     def run_if(
         self,
@@ -136,21 +147,7 @@ class Device:
         """Return the inputs, targets or keys of microbatch m."""
         return read_slot(self.microbatches[name], m)
 
-    # slots and sums
-
-    def slots(self) -> dict[str, Tree]:
-        """Return all slots, zeroed; stash or pending is None if the ticks have no slots for it."""
-        shapes = {
-            "stash": self.stage.programs.stash_shapes,
-            "pending": self.stage.programs.pending_shapes,
-        }
-        found: dict[str, Tree] = {}
-        for name, number in self.ticks.num_slots.items():
-            if name in shapes:
-                found[name] = empty_slots(number, shapes[name](*self.chunk(0))) if number else None
-            else:
-                found[name] = empty_slots(number, self.x)
-        return found
+    # sums
 
     def zero_sums(self) -> tuple[Tree, Tree]:
         """Return zero (`ends`, layer gradients); without backwards all gradients are None."""
@@ -165,7 +162,7 @@ class Device:
             else jax.tree.map(sums(len(jax.tree.leaves(chunk)[0])), layer)
             for chunk in self.chunks
         ]
-        embed_head = model.outer.trained(model.embed_head)
+        embed_head = model.outer.trained(model.with_outer_inputs(model.embed_head))
         return (*losses, jax.tree.map(sums(), embed_head)), layers
 
     def results(
@@ -179,39 +176,44 @@ class Device:
         """
         # 1. sums over all replicas
         loss, number, embed_head = ends
+        inputs = self.model.inputs
         if not self.ticks.has_backward:
             return {LOSS: loss}, number, None
         if self.are_sharded and not isinstance(layers[0], list):
             slots = range(len(jax.tree.leaves(self.chunks[0])[0]))
             layers = [[jax.tree.map(lambda a, k=k: a[k], w) for k in slots] for w in layers]
         is_list = isinstance(layers[0], list)
-        trained = trained_part(self.specs, self.model.inputs.trainable(self.stack))
+        trained = trained_part(self.specs, inputs.trainable(self.stack))
+        embed_head, outer = inputs.outer.separate(embed_head)
         one = layer_specs(trained["layers"], are_stacked=not is_list)
         specs = {
-            "embed_head": trained["embed_head"],
-            "layers": [[one] * len(chunk) if is_list else one for chunk in layers],
+            "embed_head": inputs.outer.separate(trained["embed_head"])[0],
+            "layers": (
+                [[one] * len(chunk) if is_list else one for chunk in layers],
+                dict.fromkeys(outer, P()),
+            ),
         }
-        grads = reduced({"embed_head": embed_head, "layers": layers}, specs)
-        layers = grads["layers"]
+        grads = reduced({"embed_head": embed_head, "layers": (layers, outer)}, specs)
+        layers, outer = grads["layers"]
         # 2. layers, stacked
         num_slots = len(layers) * (len(layers[0]) if is_list else 1)
         stack = padded_sum if self.model.for_gpu and num_slots <= MOST_PADDED else jnp.stack
         if is_list:
             layers = [jax.tree.map(lambda *leaves: stack(leaves), *chunk) for chunk in layers]
         layers = jax.tree.map(lambda *leaves: stack(leaves)[:, None], *layers)
-        layers, attached = self.model.inputs.separate(layers)
-        sums = {LOSS: loss} | {name: a.sum() for name, a in attached.items()}
+        layers, attached = inputs.separate(layers)
+        sums = {LOSS: loss} | inputs.summed(attached, outer)
         return sums, number, {"embed_head": grads["embed_head"], "layers": layers}
 
     # embedding and head
 
     def embed(self, m: Any) -> jax.Array:
         """Return the embedding of microbatch m."""
-        return self.outer.embed(self.embed_head, self.microbatch("inputs", m))
+        return self.outer.embed(self._embed_head(m), self.microbatch("inputs", m))
 
     def add_head(self, y: jax.Array, m: Any, ends: Tree) -> tuple[jax.Array, Tree]:
         """Return (gradient of y, or y without backwards; `ends` with microbatch m added)."""
-        args = self.embed_head, y, self.microbatch("targets", m)
+        args = self._embed_head(m), y, self.microbatch("targets", m)
         if not self.ticks.has_backward:
             return y, (*jax.tree.map(jnp.add, ends[:2], self.outer.head(*args)), None)
         gy, total, losses = self.outer.add_head(*args, ends[2])
@@ -224,7 +226,7 @@ class Device:
 
         def run(total: Tree) -> tuple[None, Tree]:
             inputs = self.microbatch("inputs", m)
-            return None, self.outer.add_embedding(self.embed_head, inputs, gx(), total)
+            return None, self.outer.add_embedding(self._embed_head(m), inputs, gx(), total)
 
         return (*ends[:2], self.run_if(active, run, lambda: None, ends[2])[1])
 
@@ -241,6 +243,19 @@ def _layer_slots(
 
 
 # --- slots and sums that a device carries from tick to tick
+
+
+def slots_of(device: Device) -> dict[str, Tree]:
+    """Return all slots, zeroed; stash or pending is None if the ticks have no slots for it."""
+    programs = device.stage.programs
+    shapes = {"stash": programs.stash_shapes, "pending": programs.pending_shapes}
+    found: dict[str, Tree] = {}
+    for name, number in device.ticks.num_slots.items():
+        if name in shapes:
+            found[name] = empty_slots(number, shapes[name](*device.chunk(0))) if number else None
+        else:
+            found[name] = empty_slots(number, device.x)
+    return found
 
 
 def empty_slots(count: int, tree: Tree) -> Tree:

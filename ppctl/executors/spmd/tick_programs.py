@@ -17,7 +17,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ppctl.executors.spmd.device_program import SCOPES, Device, read_slot, write_arrival, write_slot
+from ppctl.executors.spmd.device_program import (
+    SCOPES,
+    Device,
+    read_slot,
+    slots_of,
+    write_arrival,
+    write_slot,
+)
 from ppctl.executors.stage.layer_programs import zeros_like
 from ppctl.schedule.ir import KINDS, Kind
 from ppctl.schedule.tick_table import FB_HOPS, HOPS, task_columns
@@ -150,7 +157,7 @@ class TickBody:
     def run(self) -> tuple[Tree, Tree]:
         """Return the device's sums after all ticks: (`ends`, `layers`)."""
         device = self.device
-        carry = device.slots()
+        carry = slots_of(device)
         carry["ends"], carry["layers"] = device.zero_sums()
         carry, _ = jax.lax.scan(self.tick, carry, device.table)
         return carry["ends"], carry["layers"]

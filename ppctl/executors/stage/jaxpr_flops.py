@@ -83,7 +83,8 @@ def relative_costs(stack: Stack, batch: Tree, dtype: Any, *, recompute: bool) ->
     stack, params = stack.counted(), stack.param_shapes
     layer = jax.tree.map(partial(of, first=1), params["layers"])
     embed_head = jax.tree.map(of, params["embed_head"])
-    x = jax.eval_shape(stack.embed, embed_head, batch["inputs"])
+    embed_of, head_of = stack.outer
+    x = jax.eval_shape(embed_of, embed_head, batch["inputs"])
 
     # 1. forward and backward of each part
     def there_and_back(part: str, function: Callable, w: Tree, *args: Any) -> Tree:
@@ -92,11 +93,11 @@ def relative_costs(stack: Stack, batch: Tree, dtype: Any, *, recompute: bool) ->
         return pull(y)
 
     def embed(embed_head: Tree, inputs: Any) -> Tree:  # without a gradient of inputs
-        run = lambda embed_head: stack.embed(embed_head, inputs)  # noqa: E731
+        run = lambda embed_head: embed_of(embed_head, inputs)  # noqa: E731
         return there_and_back("embed_head", run, embed_head)
 
     def head(embed_head: Tree, x: Any, targets: Any) -> Tree:
-        run = lambda embed_head, x: stack.head(embed_head, x, targets)[0]  # noqa: E731
+        run = lambda embed_head, x: head_of(embed_head, x, targets)[0]  # noqa: E731
         return there_and_back("embed_head", run, embed_head, x)
 
     def cost(function: Callable) -> int:

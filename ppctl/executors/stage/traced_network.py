@@ -7,7 +7,7 @@ docs/executors-internals.md: "A network as a stack".
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
@@ -26,7 +26,7 @@ from ppctl.executors.stage.traced_operations import (
     is_floating,
     no_floats,
 )
-from ppctl.model.layer_inputs import attached_in, outside_of_layers, place_of_loss, placing
+from ppctl.model.layer_inputs import attached_in, place_of_loss, placing
 from ppctl.model.network import Network
 from ppctl.model.random_keys import SIZE as KEY_SIZE
 from ppctl.model.random_keys import names_key, wrapped
@@ -77,11 +77,6 @@ class TracedNetwork:
         traces = [self.at(number) for number in NUM_EXAMPLES]
         self.widths = [width_of(traces, place, l) for l, place in enumerate(self.bounds)]
         self.keyed_bounds = self._bounds_with_key() if self.has_key else self.bounds
-        # 2. a check that no loss is attached outside of layers
-        ends = (0, self.bounds[0]), (self.bounds[-1], trace.num_ops)
-        for where, ops in zip(("embedding", "head"), ends, strict=True):
-            for name in self._attached(*ops).values():
-                raise outside_of_layers(name, where)
 
     # traces and cuts
 
@@ -148,12 +143,6 @@ class TracedNetwork:
                 "apply has other layers with a key than with key=None (evaluations). "
                 "Let both do the same, apart from random draws."
             )
-        inside = range(bounds[0], bounds[-1])
-        if any(op not in inside for op in trace.users(self._key_leaf)):
-            raise ConfigError(
-                "apply uses its key before the first layer or in the head, but only layers have "
-                "keys. Use it after the look-up of ids and before the outputs."
-            )
         return bounds
 
     @property
@@ -191,48 +180,54 @@ class TracedNetwork:
         """Return initial parameters in the form of the stack."""
         return self.parameters.to_parts(self.network.init(key))
 
-    def _computed(self, leaves: Mapping[int, jax.Array]) -> dict[int, jax.Array]:
-        return {i: leaf.astype(self.compute) for i, leaf in leaves.items()}
-
-    def embed(self, embed_head: Tree, inputs: Tree) -> jax.Array:
-        number, leaves = (
-            num_examples(inputs),
-            self._computed(self.parameters.embed_head_leaves(embed_head)),
-        )
-        cast = lambda a, shape: a.astype(self.compute) if is_floating(shape) else a  # noqa: E731
-        trace, inputs = self.at(number), jax.tree.map(cast, inputs, self.inputs)
-        return self._packed(trace.run(0, self.bounds[0], trace.entering(inputs), leaves), number)
-
-    def layer(self, l: int, w: Tree, x: jax.Array) -> jax.Array:
-        return self.keyed_layer(l, w, x, None)
-
-    def keyed_layer(self, l: int, w: Tree, x: jax.Array, key: jax.Array | None) -> jax.Array:
-        with_key = key is not None
-        start, stop = (self.keyed_bounds if with_key else self.bounds)[l : l + 2]
-        leaves = self._computed(self.parameters.leaves_of(l, w))
-        for i, name in self._attached(start, stop, with_key).items():
+    def _leaves(
+        self, params: Mapping[int, jax.Array], start: int, stop: int, key: jax.Array | None
+    ) -> dict[int, jax.Array]:
+        """Return the leaves for operations `start`, ..., `stop` - 1 of the trace."""
+        leaves = {i: leaf.astype(self.compute) for i, leaf in params.items()}
+        for i, name in self._attached(start, stop, key is not None).items():
             leaves[i] = place_of_loss(name).astype(self.dtype)
         if key is not None:
             leaves[self._key_leaf] = jax.random.key_data(key)
-        values = self._unpacked(x, self.bounds[l])
-        return self._packed(self.at(len(x), with_key).run(start, stop, values, leaves), len(x))
+        return leaves
 
-    def outputs(self, embed_head: Tree, x: jax.Array) -> Tree:
-        start, leaves = (
-            self.bounds[-1],
-            self._computed(self.parameters.embed_head_leaves(embed_head)),
-        )
-        return self.at(len(x)).outputs(start, self._unpacked(x, start), leaves)
+    def _cuts(self, key: jax.Array | None) -> tuple[int, ...]:
+        return self.bounds if key is None else self.keyed_bounds
+
+    def embed(self, embed_head: Tree, inputs: Tree, key: jax.Array | None = None) -> jax.Array:
+        number, stop = num_examples(inputs), self._cuts(key)[0]
+        leaves = self._leaves(self.parameters.embed_head_leaves(embed_head), 0, stop, key)
+        cast = lambda a, shape: a.astype(self.compute) if is_floating(shape) else a  # noqa: E731
+        trace, inputs = self.at(number, key is not None), jax.tree.map(cast, inputs, self.inputs)
+        return self._packed(trace.run(0, stop, trace.entering(inputs), leaves), number)
+
+    def layer(self, l: int, w: Tree, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        start, stop = self._cuts(key)[l : l + 2]
+        leaves = self._leaves(self.parameters.leaves_of(l, w), start, stop, key)
+        values = self._unpacked(x, self.bounds[l])
+        trace = self.at(len(x), key is not None)
+        return self._packed(trace.run(start, stop, values, leaves), len(x))
+
+    def outputs(self, embed_head: Tree, x: jax.Array, key: jax.Array | None = None) -> Tree:
+        start, trace = self._cuts(key)[-1], self.at(len(x), key is not None)
+        params = self.parameters.embed_head_leaves(embed_head)
+        leaves = self._leaves(params, start, trace.num_ops, key)
+        return trace.outputs(start, self._unpacked(x, self.bounds[-1]), leaves)
 
     def head(
-        self, embed_head: Tree, x: jax.Array, targets: jax.Array
+        self, embed_head: Tree, x: jax.Array, targets: jax.Array, key: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        return self.network.loss(self.outputs(embed_head, x), targets)
+        return self.network.loss(self.outputs(embed_head, x, key), targets)
 
 
 def stack_of(network: TracedNetwork) -> Stack:
     """Return the stack of a cut network."""
-    layer = network.keyed_layer if network.has_key else network.layer
+
+    def keyed(function: Callable) -> Callable:
+        """Return a function of the network; without `key` if the network has none."""
+        return function if network.has_key else lambda *args: function(*args)
+
+    layers = (partial(network.layer, l) for l in range(network.num_layers))
     options = StackOptions(
         outputs=network.outputs,
         trainable=True if all(network.leaves.is_trained) else network.parameters.trainable,
@@ -244,9 +239,9 @@ def stack_of(network: TracedNetwork) -> Stack:
         network.num_layers,
         lambda key: network.initial(key)["embed_head"],
         lambda key, l: jax.tree.map(lambda a: a[l], network.initial(key)["layers"]),
-        network.embed,
-        tuple(partial(layer, l) for l in range(network.num_layers)),
-        network.head,
+        keyed(network.embed),
+        tuple(map(keyed, layers)),
+        keyed(network.head),
         options,
     )
 

@@ -230,7 +230,7 @@ class CountedModel:
 
     def embed(self) -> tuple[list[Op], ...]:
         model, held, inputs = self.model, self._held(0), self.model.microbatch["inputs"]
-        embed_head, acc = self._computed(held), model.outer.trained(held)
+        embed_head, acc = self._extended(held)
         grads = ops_of(model.outer.add_embedding, embed_head, inputs, model.x, acc)
         return ops_of(model.outer.embed, embed_head, inputs), [], grads
 
@@ -242,8 +242,13 @@ class CountedModel:
         """Return a function that computes the head's gradients, and the shapes of its arguments."""
         model, held = self.model, self._held(1)
         run = lambda e, y, t, acc: model.outer.add_head(e, y, t, acc)[:2]  # noqa: E731
-        targets, acc = model.microbatch["targets"], model.outer.trained(held)
-        return run, self._computed(held), model.x, targets, acc
+        embed_head, acc = self._extended(held)
+        return run, embed_head, model.x, model.microbatch["targets"], acc
+
+    def _extended(self, held: Tree) -> tuple[Tree, Tree]:
+        """Return the shapes of (parameters of embedding or head, sums of their gradients)."""
+        embed_head, sums = map(self.model.with_outer_inputs, (self._computed(held), held))
+        return embed_head, self.model.outer.trained(sums)
 
     def _held(self, end: int) -> Tree:
         """Return the shapes of the parameters of the embedding (0) or of the head (1)."""

@@ -199,7 +199,7 @@ def search_of(
     flops = 0 if stack.options.network else update_flops(optimizer, one_layer_of(stack))
     models = device_models(stack, state, batch, dtype, axes, flops)
     requested = {name: getattr(tune, name) for name in STAGE_AXES}
-    x = jax.eval_shape(stack.embed, state["params"]["embed_head"], example(batch)["inputs"])
+    x = jax.eval_shape(stack.outer[0], state["params"]["embed_head"], example(batch)["inputs"])
     num_devices = target.number, machine.host_devices or target.number
     divisions = stage_divisions(models, stack, x, axes, requested, *num_devices)
 

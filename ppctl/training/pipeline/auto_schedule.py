@@ -16,6 +16,7 @@ from ppctl.executors.outer_layers import keep
 from ppctl.executors.spmd.spmd_program import spmd_sizes
 from ppctl.executors.work.planned_step import Step
 from ppctl.executors.work.rank_bytes import RankShare, layer_bytes, rank_bytes, workspace_bytes
+from ppctl.model.trainable_parameters import trained_part
 from ppctl.schedule.engine_traits import IN_TICKS
 from ppctl.schedule.partition.partition import Partition
 from ppctl.schedule.piece_times import OpTimes, PieceTimes
@@ -55,10 +56,11 @@ class ModelCosts:
         """Return the bytes of a layer, embedding, head and values in transit, for executor=mpmd."""
         model, step = self.probe.model, self._step
         embed_head, ends = model.held["embed_head"], list[RankShare]()
+        trained = trained_part(embed_head, model.stack.trains("embed_head"))
         for use, name in zip(model.outer.uses, ("inputs", "targets"), strict=True):
             share = RankShare(
                 embed_head=tree_bytes(keep(embed_head, use)),
-                trained_embed_head=tree_bytes(keep(model.outer.trained(embed_head), use)),
+                trained_embed_head=tree_bytes(keep(trained, use)),
                 over=step.layout.mesh.fsdp,
                 batch=tree_bytes(model.microbatch[name]) * model.num_microbatches,
             )

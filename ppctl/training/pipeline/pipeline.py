@@ -126,7 +126,7 @@ class Pipeline:
     @property
     def attached_losses(self) -> tuple[str, ...]:
         """The names of the losses that layers attach; a step reports them as metrics."""
-        return self.model.inputs.losses
+        return self.model.inputs.names
 
     # training
 

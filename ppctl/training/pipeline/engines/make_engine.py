@@ -13,6 +13,7 @@ from ppctl.executors.model_shapes import Model
 from ppctl.executors.parameter_layout import Layout, layer_specs, shapes_on_device
 from ppctl.executors.reference import reference
 from ppctl.executors.spmd.spmd_program import spmd, spmd_sizes, state_sizes
+from ppctl.model.layer_inputs import check_parts
 from ppctl.model.stack import DividedStack, Stack, flat_batch, num_examples
 from ppctl.schedule.mesh_axes import DATA_AXES, MeshSizes
 from ppctl.schedule.scheduled_step import ScheduledStep
@@ -84,6 +85,8 @@ def model_of(
     that the stack declares, or a metric has the name of an attached loss.
     """
     # 1. shapes of a layer and of a microbatch on one device
+    if divided.parts is not None:
+        check_parts(stack, states.natural["params"]["embed_head"], shapes)
     mesh, of_rank = states.layout.mesh, states.layout.of_rank
     params = shapes_on_device(states.natural["params"], {} if of_rank.auto else of_rank.shards)
     layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
@@ -116,7 +119,7 @@ def model_of(
         parts=divided.parts,
     )
     counted = found.outer.losses[1]
-    for name in found.inputs.losses:  # raises for losses attached in embedding or head
+    for name in found.inputs.names:
         if isinstance(counted, dict) and name in counted:
             raise ConfigError(f"metrics has {name!r}, the name of an attached loss. Use another.")
     found.check_reports()

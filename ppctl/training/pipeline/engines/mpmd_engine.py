@@ -70,7 +70,7 @@ class Mpmd:
         # 3. the names of a step's metrics
         rate = ("lr",) if lr_schedule is not None else ()
         metrics = jax.eval_shape(metric_means, self.model.outer.losses[1])
-        others = *self.model.inputs.losses, *metrics, *self.plans.counts
+        others = *self.model.inputs.names, *metrics, *self.plans.counts
         self.metric_names = (LOSS, "grad_norm", *rate, *others)
 
     # states

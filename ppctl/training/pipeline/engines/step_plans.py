@@ -55,7 +55,7 @@ class StepPlans:
 
     def numbers(self, seed: int) -> dict[Key, np.ndarray]:
         """Return the numbers of microbatches, parts and layers, and the key of the seed."""
-        has_key = self.model.inputs.has_key
+        has_key = self.model.inputs.need_keys
         readers = {rank for ranks in self.readers.values() for rank in ranks}
         found: dict[Key, np.ndarray] = {
             ("m", r, m): np.asarray(m, np.int32)
@@ -101,7 +101,7 @@ class StepPlans:
             step.order,
             self.stage_roles,
             keeps_input=self.model.remat.keeps_input_only,
-            with_keys=has_step and inputs.has_key,
+            with_keys=has_step and inputs.need_keys,
             reductions=reductions(self.roles, self.stage_roles) if has_step else (),
         )
         ops = [*before, *tasks, *self._mean()]
@@ -151,7 +151,7 @@ class StepPlans:
             for r in self.ranks
         ]
         moves, squares = self._to_last("squares", self.ranks)
-        sent, attached = self._to_last("attached", self.ranks if self.model.inputs.losses else ())
+        sent, attached = self._to_last("attached", self.ranks if self.model.inputs.names else ())
         counted, counts = self._to_last(COUNTS, self.ranks if self.counts else ())
         reads = [("loss",), ("number",), ("step", self.last), *squares, *attached, *counts]
         return [

@@ -100,7 +100,9 @@ class UpdatePrograms:
         squares, attached, counts = of_ranks[:n], of_ranks[n:], ()
         if self.model.stack.options.updates:
             attached, counts = attached[:-n], attached[-n:]
-        total = {name: sum(by[name].sum() for by in attached) for name in self.model.inputs.losses}
+        sums = [self.model.inputs.summed(*of_rank) for of_rank in attached]
+        names = self.model.inputs.names
+        total = {name: sum(each[name] for each in sums if name in each) for name in names}
         norm = jnp.sqrt(sum(squares)) / divisor(number)
         numbers: dict[str, Any] = {LOSS: loss, "grad_norm": norm, "number": number}
         if self.lr_schedule is not None:

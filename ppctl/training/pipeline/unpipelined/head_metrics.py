@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from ppctl.errors import ConfigError
+from ppctl.model.random_keys import names_key, without_key
 from ppctl.model.stack import Stack
 from ppctl.training.pipeline.user_code import call_user_code
 
@@ -43,16 +44,19 @@ def with_metrics(
             )
 
     # 2. the head, checked on shapes
-    def head(embed_head: Tree, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, Tree]:
-        loss, number = stack.head(embed_head, x, targets)
+    def head(
+        embed_head: Tree, x: jax.Array, targets: jax.Array, key: jax.Array | None = None
+    ) -> tuple[jax.Array, Tree]:
+        given = {"key": key} if names_key(stack.head) else {}
+        loss, number = stack.head(embed_head, x, targets, **given)
         found = outputs(*jax.lax.stop_gradient((embed_head, x)))
         sums = {n: metric_sums(n, f, found, targets, dtype) for n, f in metrics.items()}
         return loss, {"number": number} | sums
 
     embed_head = stack.param_shapes["embed_head"]
-    x = jax.eval_shape(stack.embed, embed_head, shapes["inputs"])
+    x = jax.eval_shape(stack.outer[0], embed_head, shapes["inputs"])
     jax.eval_shape(head, embed_head, x, shapes["targets"])
-    return replace(stack, head=head)
+    return replace(stack, head=head if names_key(stack.head) else without_key(head))
 
 
 def metric_sums(
