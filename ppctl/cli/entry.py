@@ -215,8 +215,7 @@ def _serve_composed(command: str, options: Namespace) -> int:
             key = f"launch.max_restarts={config.launch.max_restarts}"
             raise ConfigError(f"{key}: only `ppctl train` is started again. Leave it out.")
         stored = started_with(options.config_dir, options.overrides)
-        parts, line = (config.launch, config.run, config.mesh), [*words, *options.overrides]
-        return launch(*parts, line, stored, as_json=options.json)
+        return launch(config, [*words, *options.overrides], stored, as_json=options.json)
     return _run(command, config, options)
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ppctl import config as settings
-from ppctl.config.groups.attention_forms import TARGETS
 from ppctl.config.groups.model_settings import AnyModel
 from ppctl.config.groups.schedule_settings import Eager1F1B, Hanayo
+from ppctl.config.groups.transformer_sizes import TARGETS
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.schedule.costs import Costs, task_costs
 from ppctl.schedule.families.registry import FAMILIES, build

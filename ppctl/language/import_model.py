@@ -17,8 +17,8 @@ from jax.sharding import NamedSharding
 
 from ppctl.config import AdamW, Config, Interleaved, Mesh, Run, Tokens, Transformer
 from ppctl.config.field_checks import settings_from
-from ppctl.config.groups.attention_forms import TARGETS
 from ppctl.config.groups.schedule_settings import Eager1F1B
+from ppctl.config.groups.transformer_sizes import TARGETS
 from ppctl.data import DataSet
 from ppctl.data.chat_templates import chat_template, special_token
 from ppctl.data.dataset import description

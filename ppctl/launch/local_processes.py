@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ppctl.config import Launch, Mesh, Run
+from ppctl.config import Config, Mesh
 from ppctl.config.groups.command_settings import not_launched
 from ppctl.errors import ConfigError, LostError, NonFiniteError, error_document
 from ppctl.launch.cluster_variables import without_proxy
@@ -33,13 +33,7 @@ KILLED = 128  # base of exit codes: 128 + n for a process killed by signal n
 
 
 def launch(
-    settings: Launch,
-    run: Run,
-    mesh: Mesh,
-    words: Sequence[str],
-    started_with: Sequence[str],
-    *,
-    as_json: bool,
+    config: Config, words: Sequence[str], started_with: Sequence[str], *, as_json: bool
 ) -> int:
     """Run the processes, restart them after a crash, and return the run's exit code.
 
@@ -48,8 +42,8 @@ def launch(
     stores for the command that resumes it. as_json: forward process 0's stdout unchanged.
     """
     # 1. prepare the inputs of all starts
-    run_dir = Path(run.dir)
-    groups = device_groups(settings.processes, mesh, run.platform, os.environ)
+    run, settings, run_dir = config.run, config.launch, Path(config.run.dir)
+    groups = device_groups(settings.processes, config.mesh, run.platform, os.environ)
     is_fresh = newest_checkpoint(run_dir) is None and run.resume == "never"
     env = {STARTED_WITH: json.dumps([*started_with])}
     errors, why = tempfile.TemporaryDirectory(), ""

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jax.nn import initializers
 from jax.sharding import PartitionSpec as P
 
-from ppctl.config.groups.attention_forms import TARGETS, LinearMap, Norm
-from ppctl.config.groups.transformer_sizes import Architecture
+from ppctl.config.groups.transformer_sizes import TARGETS, Architecture, LinearMap, Norm
 from ppctl.model.lora import A, B, Lora
 from ppctl.model.parallel import StageAxes, own_part, token_keys
 from ppctl.model.random_keys import Draw, dropout, dropped, kept_entries

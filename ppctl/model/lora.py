@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ppctl.config.groups.attention_forms import TARGETS, LinearMap
+from ppctl.config.groups.transformer_sizes import TARGETS, LinearMap
 from ppctl.errors import ConfigError
 
 Tree = Any

@@ -12,8 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ppctl.config.groups.attention_forms import LinearMap
-from ppctl.config.groups.transformer_sizes import GATED, Architecture
+from ppctl.config.groups.transformer_sizes import GATED, Architecture, LinearMap
 from ppctl.model.experts.expert_layer import experts, new_experts
 from ppctl.model.experts.router import tokens_of
 from ppctl.model.fp8_products import product

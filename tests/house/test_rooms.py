@@ -52,7 +52,6 @@ CONFIG_STOPS_AT = (
 )  # these take ints, tuples, arrays, callables
 SIZES = (  # records of a transformer's sizes, which its settings are and its model reads
     "config.groups.transformer_sizes",
-    "config.groups.attention_forms",
     "config.groups.moe_settings",
     "config.groups.rope_settings",
 )

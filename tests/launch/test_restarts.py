@@ -59,7 +59,9 @@ def test_the_launcher_reports_the_loss_of_process_0(tmp_path, monkeypatch, is_le
     ending = Ending(137, False, "process 0 of 2 was killed by SIGKILL", is_lead_killed)
     monkeypatch.setattr(local_processes, "run_group", lambda *_, **__: ending)
     run = c.Run(dir=str(tmp_path), on_event=f"cp /dev/stdin {tmp_path / 'event'}")
-    assert launch(c.Launch(2), run, c.Mesh(1, 2), [], [], as_json=False) == 3
+    assert (
+        launch(c.Config(launch=c.Launch(2), run=run, mesh=c.Mesh(1, 2)), [], [], as_json=False) == 3
+    )
     assert (tmp_path / "event").exists() == is_lead_killed
     if is_lead_killed:
         event = json.loads((tmp_path / "event").read_text())

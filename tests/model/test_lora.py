@@ -10,7 +10,7 @@ from support.cases import TRANSFORMER, make_params
 
 import ppctl
 from ppctl import transformer
-from ppctl.config.groups.attention_forms import TARGETS
+from ppctl.config.groups.transformer_sizes import TARGETS
 from ppctl.errors import ConfigError
 from ppctl.executors.reference import outputs_of
 from ppctl.model.layer_inputs import LayerInputs

@@ -65,24 +65,15 @@ def remove(names: Sequence[str], top: Path, *, is_sure: bool, as_json: bool) -> 
 
 def checked_run(name: str, top: Path) -> _Run:
     """Return the run with this path or full name. ConfigError if `_check_place` refuses it."""
-    found = _find(name, top)
-    _check_place(*found)
-    return found
-
-
-def _find(name: str, top: Path) -> _Run:
-    """Return the run with this path, or with this full name in the list."""
-    for path in (Path(name), top / name):
-        if name and is_run(path):
-            path = Path(os.path.normpath(path))
-            start = Path(path.anchor or os.curdir)
-            return _Run(name, path, top if _is_below(path, top) else start)
-    found, _ = find_run(name, [top])
-    raise ConfigError(f"{name} is no run.{suggested([found])} Use a full name or a path.")
-
-
-def _is_below(path: Path, top: Path) -> bool:
-    return Path(os.path.abspath(path)).is_relative_to(os.path.abspath(top)) and path != top
+    found = next((path for path in (Path(name), top / name) if name and is_run(path)), None)
+    if found is None:
+        near, _ = find_run(name, [top])
+        raise ConfigError(f"{name} is no run.{suggested([near])} Use a full name or a path.")
+    path = Path(os.path.normpath(found))
+    is_below = Path(os.path.abspath(path)).is_relative_to(os.path.abspath(top)) and path != top
+    run = _Run(name, path, top if is_below else Path(path.anchor or os.curdir))
+    _check_place(*run)
+    return run
 
 
 def ask(lines: Sequence[str], question: str, action: str, *, is_sure: bool) -> None:

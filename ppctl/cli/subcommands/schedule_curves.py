@@ -98,9 +98,8 @@ def show_curves(found: CurveGrid, form: str, out: Path | None) -> int:
     """Write a grid in one of FORMATS to a file, or to stdout if `out` is None; return 0."""
     if form == "json":
         cells = [_document(point, found.kept_mb) for point in found.points]
-        names = "num_ranks", "num_microbatches", "why"
-        whys = ((p, m, why) for (p, m), why in found.refused.items())
-        refused = [dict(zip(names, each, strict=True)) for each in whys]
+        whys = found.refused.items()
+        refused = [{"num_ranks": p, "num_microbatches": m, "why": why} for (p, m), why in whys]
         content = {"title": found.title, "over": found.over, "kept_mb": found.kept_mb}
         return deliver(json.dumps(content | {"cells": cells, "refused": refused}) + "\n", out)
     if form == "text":

@@ -5,8 +5,8 @@ from typing import Annotated
 
 from ppctl.config import field_checks as checks
 from ppctl.config.field_checks import Count, Natural, NotNegative, Positive, Rate, Settings, Share
-from ppctl.config.groups.attention_forms import TARGETS
 from ppctl.config.groups.model_settings import UserFunction
+from ppctl.config.groups.transformer_sizes import TARGETS
 from ppctl.errors import ConfigError
 
 LR_SCHEDULES = ("cosine", "linear", "constant", "wsd")
