@@ -45,13 +45,12 @@ CASES = {
     ),
     "mpmd zb_h1 ep4": (
         {"pp": 2, "ep": 4},
-        {"executor": "mpmd", "schedule": "zb_h1", "remat": "none", "mixture": "dense between"}
-        | {"post_validation": True},
+        {"executor": "mpmd", "schedule": "zb_h1", "remat": "none", "mixture": "dense between"},
     ),
     "mpmd zb_v ep2 tp2": (
         {"pp": 2, "ep": 2, "tp": 2},
         {"executor": "mpmd", "schedule": "zb_v", "remat": "layer", "mixture": "dense between"}
-        | {"dispatch": "alltoall", "packed": True},
+        | {"dispatch": "alltoall", "packed": True, "post_validation": True},
     ),
     "mpmd gpipe tp2 cp2": (
         {"pp": 2, "tp": 2, "cp": 2},
