@@ -60,7 +60,7 @@ def set_environment() -> None:
     os.environ["XDG_CACHE_HOME"] = of_user.name
     import jax  # reads these variables
 
-    from ppctl.training.run.compilation_cache import drop_oldest, machine_directory
+    from ppctl.training.pipeline.jax_start import drop_oldest, machine_directory
 
     key = hashlib.sha256(f"{version('jax')} {os.environ['XLA_FLAGS']}".encode()).hexdigest()[:12]
     directory = machine_directory(KEPT / key)

@@ -56,10 +56,15 @@ def parameter_of(path: tuple) -> tuple[str, ...]:
 
     A parameter and its optimizer state have the same names.
     """
-    names = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in path]
+    names = names_of(path)
     first = (i for i, name in enumerate(names) if name in ("embed_head", "layers"))
-    start = next(first, len(names))
-    return tuple(map(str, names[start:]))
+    return names[next(first, len(names)) :]
+
+
+def names_of(path: tuple) -> tuple[str, ...]:
+    """Return the names on a path, as strings."""
+    names = (getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in path)
+    return tuple(map(str, names))
 
 
 def shards_of(params: Tree, sharding: Tree, axes: StageAxes) -> dict[tuple[str, ...], Shard]:

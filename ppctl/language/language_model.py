@@ -17,8 +17,11 @@ from ppctl.executors.device_mesh import all_devices
 from ppctl.model.lora import Lora
 from ppctl.model.stack import Stack
 from ppctl.model.transformer import transformer
-from ppctl.training.checkpoint.stored_adapters import merged_params, stored_lora
-from ppctl.training.checkpoint.stored_checkpoints import StoredCheckpoints
+from ppctl.training.checkpoint.stored_checkpoints import (
+    StoredCheckpoints,
+    merged_params,
+    stored_lora,
+)
 from ppctl.training.pipeline.jax_start import set_arithmetic
 from ppctl.training.run import kept_tokenizer as kept
 from ppctl.training.run.saved_run import SavedRun, load_run

@@ -257,6 +257,15 @@ def log_sums_of_parts(sums: jax.Array) -> jax.Array:
     return jax.nn.logsumexp(sums, axis=0)
 
 
+def shapes_like(tree: Tree, *leading: int, first: int = 0) -> Tree:
+    """Return the shapes and dtypes of arrays, with `leading` in place of the `first` dims.
+
+    >>> shapes_like({"w": jnp.zeros((2, 3))}, 5, first=1)["w"].shape
+    (5, 3)
+    """
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct((*leading, *a.shape[first:]), a.dtype), tree)
+
+
 def num_examples(inputs: Tree) -> int:
     """Return the number of examples of inputs, an array [examples, ...] or a tree of them."""
     return jax.tree.leaves(inputs)[0].shape[0]

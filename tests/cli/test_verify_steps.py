@@ -15,9 +15,8 @@ from ppctl import config
 from ppctl.cli.commands import verify
 from ppctl.training.pipeline import optimizers
 from ppctl.training.pipeline import optimizers as optim
-from ppctl.training.pipeline.engines import update_programs
+from ppctl.training.pipeline.engines.mpmd_engine import PostValidated
 from ppctl.training.pipeline.engines.one_program import OneProgram
-from ppctl.training.pipeline.engines.post_validation import PostValidated
 from ppctl.training.verification import verification
 
 SPMD = config.Config(
@@ -177,7 +176,7 @@ def begun_from_the_wrong_state(monkeypatch):
 
 
 def a_rank_that_updates_twice(monkeypatch):
-    right = update_programs.apply_gradients
+    right = optimizers.apply_gradients
 
     def changed(optimizer, state, grads, *rest, **how):
         once = right(optimizer, state, grads, *rest, **how)
@@ -185,7 +184,7 @@ def a_rank_that_updates_twice(monkeypatch):
         twice = right(optimizer, once, grads, *rest, **how)["params"]
         return once | {"params": twice} if is_first else once
 
-    monkeypatch.setattr(update_programs, "apply_gradients", changed)
+    monkeypatch.setattr(optimizers, "apply_gradients", changed)
 
 
 FAULTS = [

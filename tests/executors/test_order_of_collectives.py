@@ -17,7 +17,7 @@ from support.mixtures import MIXTURES
 from support.selection import full
 
 from ppctl import config as settings
-from ppctl.training.pipeline.named_optimizers import make_optimizer
+from ppctl.training.pipeline.optimizers import make_optimizer
 
 MODEL = {"num_layers": 4, "num_kv_heads": 2}
 MOE = {"num_layers": 4, "moe": MIXTURES["sigmoid"] | {"dispatch": "alltoall"}}

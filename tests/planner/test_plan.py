@@ -18,7 +18,7 @@ from ppctl.executors.model_shapes import shard_bytes, tree_bytes
 from ppctl.planner import make_plan as plan
 from ppctl.planner.show.plan_terminal import costs_text, plan_lines, show_plan
 from ppctl.reports.terminal_output import seconds_text
-from ppctl.training.pipeline.engines.step_memory import PARTS
+from ppctl.training.pipeline.engines.step_programs import PARTS
 from ppctl.training.pipeline.job import assemble, partition_text
 
 COMPILE = config.Plan(compile=True)

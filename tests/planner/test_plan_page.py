@@ -18,7 +18,7 @@ from ppctl.planner import make_plan as plan
 from ppctl.planner.show.plan_page import picture_of, plan_page
 from ppctl.planner.show.plan_terminal import memory_table, plan_lines, stage_table
 from ppctl.reports.palette import PARTS as COLOURS
-from ppctl.training.pipeline.engines.step_memory import PARTS
+from ppctl.training.pipeline.engines.step_programs import PARTS
 from ppctl.training.pipeline.job import assemble
 
 SMALL = config.Config(

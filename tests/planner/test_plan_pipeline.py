@@ -10,7 +10,7 @@ from ppctl.config import Config, Mesh, Mpmd, Run, Schedule, Synthetic, Transform
 from ppctl.planner.make_plan import predicted
 from ppctl.training.pipeline.job import assemble
 from ppctl.training.pipeline.known_hardware import known
-from ppctl.training.pipeline.named_optimizers import make_optimizer
+from ppctl.training.pipeline.optimizers import make_optimizer
 
 SIZES = {"num_layers": 4, "d_model": 64, "num_heads": 2}
 TOKENS = np.zeros((8, 16), np.int32)

@@ -30,7 +30,7 @@ from ppctl.reports.run_page.one_run_page import run_page
 from ppctl.reports.run_page.read_run import LOAD, LayerValues
 from ppctl.reports.write_report import compare_page
 from ppctl.schedule.simulator import simulate
-from ppctl.training.pipeline.engines.step_memory import PARTS
+from ppctl.training.pipeline.engines.step_programs import PARTS
 from ppctl.training.pipeline.job import assemble
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason=MISSING)]

@@ -27,8 +27,7 @@ from ppctl.schedule.partition.partition import uniform
 from ppctl.schedule.scheduled_step import ScheduledStep
 from ppctl.schedule.vocabulary_parallel import with_vocabulary
 from ppctl.training.pipeline import optimizers as optim
-from ppctl.training.pipeline.engines.mpmd_engine import Mpmd
-from ppctl.training.pipeline.engines.post_validation import PostValidated
+from ppctl.training.pipeline.engines.mpmd_engine import Mpmd, PostValidated
 from ppctl.training.pipeline.engines.rank_states import GroupModel
 from ppctl.training.pipeline.engines.train_states import States
 from ppctl.training.pipeline.optimizers import init_state

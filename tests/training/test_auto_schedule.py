@@ -9,8 +9,8 @@ from ppctl.config.groups.layout_settings import Balanced, Explicit
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.planner.cost.predict_step import memory_of, step_of
 from ppctl.schedule.simulator import simulate
-from ppctl.training.pipeline.auto_schedule import ModelCosts
 from ppctl.training.pipeline.job import assemble, divide
+from ppctl.training.pipeline.pipeline_step import ModelCosts
 
 GIB = 2**30
 MODEL = c.Transformer(num_layers=10, d_model=32, num_heads=2, seq_len=32)

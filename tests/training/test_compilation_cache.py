@@ -11,8 +11,8 @@ from support.environment import BY_USER
 
 from ppctl import cli
 from ppctl.config.config_dirs import user_cache_dir
-from ppctl.training.run import compilation_cache
-from ppctl.training.run.compilation_cache import keep_compiled
+from ppctl.training.pipeline import jax_start
+from ppctl.training.pipeline.jax_start import keep_compiled
 
 WORDS = (
     "train model=mlp model.num_layers=2 model.d_model=8 data=regression data.batch_size=8 "
@@ -128,7 +128,7 @@ def test_the_oldest_entries_are_removed_above_the_limit(settings, tmp_path, monk
         path = made / f"{age}-cache"
         path.write_bytes(b"z" * 100)
         os.utime(path, (now_s - age, now_s - age))
-    monkeypatch.setattr(compilation_cache, "MOST_BYTES", 250)
+    monkeypatch.setattr(jax_start, "MOST_BYTES", 250)
     assert kept() is None
     assert sorted(path.name for path in made.iterdir()) == ["0-cache", "1-cache"]
 

@@ -10,8 +10,7 @@ from support.selection import full_except
 from ppctl import config
 from ppctl.config.groups.optim_settings import AnyOptim, Lion
 from ppctl.errors import ConfigError
-from ppctl.training.pipeline.named_optimizers import MAKERS, make_optimizer
-from ppctl.training.pipeline.optimizers import learning_rates
+from ppctl.training.pipeline.optimizers import MAKERS, learning_rates, make_optimizer
 
 RNG = np.random.default_rng(0)
 LR = 0.5

@@ -20,7 +20,7 @@ from support.selection import full, full_except
 import ppctl
 from ppctl import config, transformer
 from ppctl.model.mlp import mlp
-from ppctl.training.pipeline.named_optimizers import MAKERS, make_optimizer
+from ppctl.training.pipeline.optimizers import MAKERS, make_optimizer
 
 NUM_STEPS = 3
 RNG = np.random.default_rng(0)

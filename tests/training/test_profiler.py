@@ -15,7 +15,7 @@ from support.traced_run import traced_run
 from ppctl.config import Run
 from ppctl.training.run import train_run as run
 from ppctl.training.run.metrics import Metrics
-from ppctl.training.run.profile_window import ProfileWindow
+from ppctl.training.run.profiler import ProfileWindow
 
 
 def planes(directory):

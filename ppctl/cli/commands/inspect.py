@@ -13,6 +13,7 @@ from rich.console import Console
 from ppctl.config import Config
 from ppctl.reports import terminal_output as terminal
 from ppctl.reports.terminal_output import OutputConsole, show_json, size_text
+from ppctl.schedule.partition.partition import ranks_text
 from ppctl.schedule.tick_lowering import Ticks, TickTask, tick_tasks, tick_text
 from ppctl.training.pipeline.engines import step_programs
 from ppctl.training.pipeline.engines.step_programs import StepProgram, StepPrograms
@@ -107,7 +108,7 @@ def show_summary(console: Console, job: TrainingJob, found: StepPrograms) -> Non
 
 def _rows(program: StepProgram) -> Iterator[tuple[str, ...]]:
     """Yield a row for each pair of collective and axes; only the first row names the program."""
-    head = program.name, step_programs.runs_text(program.ranks), str(program.runs)
+    head = program.name, ranks_text(program.ranks), str(program.runs)
     if not program.collectives:
         yield *head, "none", "", "", "", "", "", ""
     for each in program.collectives:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from ppctl.config import AnyModel, Config, Mesh, Transformer
 from ppctl.config.schedule_from_config import label
 from ppctl.reports.terminal_output import OutputConsole, show_json, show_lines, show_table
+from ppctl.training.pipeline.jax_start import keep_compiled
 from ppctl.training.pipeline.job import TrainingJob, assemble, partition_text
 from ppctl.training.pipeline.job_checks import check_job
-from ppctl.training.run.compilation_cache import keep_compiled
 from ppctl.training.verification import verification, verify_pipeline
 from ppctl.training.verification.verification import StepComparison, TrainingComparison
 from ppctl.training.verification.verify_pipeline import Leaf, Number, Verification, worst_of

@@ -50,8 +50,7 @@ from ppctl.training.pipeline.known_hardware import (
 )
 from ppctl.training.pipeline.layer_optimizers import one_layer_of, update_flops
 from ppctl.training.pipeline.mfu import model_flops
-from ppctl.training.pipeline.named_optimizers import make_optimizer
-from ppctl.training.pipeline.optimizers import clipped, state_shapes
+from ppctl.training.pipeline.optimizers import clipped, make_optimizer, state_shapes
 from ppctl.training.pipeline.pipeline_request import divided_stack
 
 Shapes = Mapping[str, jax.ShapeDtypeStruct]

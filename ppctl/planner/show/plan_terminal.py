@@ -16,7 +16,7 @@ from ppctl.reports.terminal_output import (
     size_text,
 )
 from ppctl.schedule.partition.partition import ranks_text, stages_text
-from ppctl.training.pipeline.engines.step_memory import PARTS
+from ppctl.training.pipeline.engines.step_programs import PARTS
 
 ABOUT = {
     "parameters": "as the optimizer keeps them, sharded",

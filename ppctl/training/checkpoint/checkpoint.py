@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import jax
 from orbax.checkpoint import v1 as ocp
@@ -19,15 +19,10 @@ from orbax.checkpoint import v1 as ocp
 from ppctl.errors import CheckpointError, PpctlError, SaveError
 from ppctl.reports.foreign_files import check_place
 from ppctl.reports.terminal_output import write_remedy
-from ppctl.training.checkpoint import orbax_io
+from ppctl.training.checkpoint import orbax_io, stored_checkpoints
 from ppctl.training.checkpoint.manifest import Manifest, array_types, digest, to_json
-from ppctl.training.checkpoint.stored_checkpoints import (
-    Gather,
-    StoredCheckpoints,
-    listed,
-    of_one_process,
-    raised_together,
-)
+
+T = TypeVar("T", bound=PpctlError)
 
 
 class Checkpoints:
@@ -36,16 +31,10 @@ class Checkpoints:
     A commit is a rename, so `kill -9` leaves every finished checkpoint intact, and the next save
     removes the interrupted one.
 
-    Args:
-        directory: Directory of the checkpoints, shared by all processes.
-        keep: Number of newest checkpoints that a save keeps.
-        keep_every: Also keep the checkpoints whose step is a multiple of this; None: no others.
-        gather: Gathers a text of each process.
-        saved: Called with the step of each finished save.
-
-    Raises:
-        CheckpointError: `directory` cannot be written.
-        ConfigError: Orbax would misread the path of `directory`.
+    directory: shared by all processes. keep: number of newest checkpoints that a save keeps.
+    keep_every: also keep the checkpoints whose step is a multiple of this; None: no others. gather:
+    gathers a text of each process. saved: called with the step of each finished save.
+    CheckpointError if `directory` cannot be written; ConfigError if Orbax would misread its path.
     """
 
     def __init__(
@@ -54,19 +43,18 @@ class Checkpoints:
         *,
         keep: int,
         keep_every: int | None = None,
-        gather: Gather = of_one_process,
+        gather: stored_checkpoints.Gather = stored_checkpoints.of_one_process,
         saved: Callable[[int], None] | None = None,
     ):
-        self.stored = StoredCheckpoints(directory, gather)
+        self.stored = stored_checkpoints.StoredCheckpoints(directory, gather)
         self.directory = self.stored.directory
         check_place(self.directory, "run.dir", saves=True)
-        self._keep, self._keep_every, self._gather = keep, keep_every, gather
-        self._saved = saved
+        self._keep, self._keep_every, self._gather, self._saved = keep, keep_every, gather, saved
         self._checkpointer: ocp.training.Checkpointer | None = None
         self._pending: tuple[int, Any] | None = None  # step and Orbax's response of a save
         self._is_opened = False  # whether a save of this start was opened again
         failed = _error(CheckpointError, f"Checkpoints cannot be written to {self.directory}")
-        with raised_together(self._gather, failed):
+        with stored_checkpoints.raised_together(self._gather, failed):
             self.directory.mkdir(parents=True, exist_ok=True)
             probe(self.directory)
 
@@ -82,20 +70,18 @@ class Checkpoints:
         Writes in the background until `wait`, `close` or the next save; the caller may donate the
         state's buffers at once. The step last saved or restored is not written again.
 
-        Raises:
-            SaveError: This save or the previous one failed.
-            CheckpointError: `directory` holds this step or a newer one of another run: Orbax keeps
-                only the newest steps, so it would remove the new checkpoint.
+        SaveError if this save or the previous one failed. CheckpointError if `directory` holds this
+        step or a newer one of another run: Orbax keeps only the newest steps, so it would remove
+        the new checkpoint.
         """
         self.wait()
         if step == self.stored.current:
             return True
         newer = [other for other in self.stored.steps() if other >= step]
         if newer:
-            raise CheckpointError(
-                f"Step {step} cannot be saved: {self.directory} already holds {listed(newer)} of "
-                "another run. Use another run.dir, or move these checkpoints away."
-            )
+            held = f"{self.directory} already holds {stored_checkpoints.listed(newer)}"
+            what = f"Step {step} cannot be saved: {held} of another run"
+            raise CheckpointError(f"{what}. Use another run.dir, or move these checkpoints away.")
         state = jax.tree.map(orbax_io.saveable, state)
         digested = digest(state)
         if not digested.is_finite:
@@ -103,10 +89,10 @@ class Checkpoints:
         # Copy meta: it is written in the background, when the caller may have changed its mapping.
         manifest = Manifest(step, array_types(state), digested.checksums, dict(meta))
         items = {"state": state, "meta": to_json(manifest)}
-        with raised_together(self._gather, partial(self._not_saved, step)):
+        with stored_checkpoints.raised_together(self._gather, partial(self._not_saved, step)):
             # before Orbax: if its write fails, its threads delay exit for minutes
             probe(self.directory)
-        with raised_together(self._gather, partial(self._not_saved, step)):
+        with stored_checkpoints.raised_together(self._gather, partial(self._not_saved, step)):
             checkpointer = self._checkpointer = self._checkpointer or self._opened()
             self._pending = step, checkpointer.save_checkpointables_async(step, items, force=True)
             orbax_io.wait_for_exchanges()
@@ -116,12 +102,12 @@ class Checkpoints:
 
     def set_aside(self, step: int, kind: str = "damaged") -> str:
         """Rename the checkpoint of `step` to `<step>.<kind>[.<n>]`; return the new name."""
-        name = aside_name(self.directory, f"{step}.{kind}")
-        stays = f"Checkpoint {self.directory / str(step)} is {kind} and cannot be moved away"
+        name, path = aside_name(self.directory, f"{step}.{kind}"), self.directory / str(step)
+        stays = f"Checkpoint {path} is {kind} and cannot be moved away"
         away = "Move it away, or use another run.dir."
-        with raised_together(self._gather, _error(CheckpointError, stays, away)):
+        with stored_checkpoints.raised_together(self._gather, _error(CheckpointError, stays, away)):
             if jax.process_index() == 0:
-                (self.directory / str(step)).rename(self.directory / name)
+                path.rename(self.directory / name)
         self.stored.moved.add(step)
         if self.stored.current == step:
             self.stored.current = None
@@ -136,12 +122,12 @@ class Checkpoints:
         later = [each for each in reversed(self.stored.steps()) if each > step]
         where = f"The checkpoints after step {step} in {self.directory}"
         failed = _error(CheckpointError, f"{where} cannot be moved away")
-        with raised_together(self._gather, failed):
+        with stored_checkpoints.raised_together(self._gather, failed):
             if jax.process_index() == 0:
                 for mark in self.directory.glob(".went-back-to-*"):
                     mark.unlink()
         names = [self.set_aside(each, f"after-{step}") for each in later]
-        with raised_together(self._gather, failed):
+        with stored_checkpoints.raised_together(self._gather, failed):
             if jax.process_index() == 0:
                 self.stored.mark(step).touch()  # last: a killed start goes back again
         return names
@@ -158,7 +144,7 @@ class Checkpoints:
         if self._pending is None or self._checkpointer is None:
             return
         (step, response), self._pending = self._pending, None
-        with raised_together(self._gather, partial(self._not_saved, step)):
+        with stored_checkpoints.raised_together(self._gather, partial(self._not_saved, step)):
             try:
                 response.result()  # also stops the response's thread
             finally:
@@ -173,7 +159,9 @@ class Checkpoints:
         path, is_first, self._is_opened = self.directory / str(step), not self._is_opened, True
         what = f"Checkpoint {path} was written, but cannot be opened"
         if is_first:
-            with raised_together(self._gather, _error(SaveError, what, "Use another run.dir.")):
+            with stored_checkpoints.raised_together(
+                self._gather, _error(SaveError, what, "Use another run.dir.")
+            ):
                 # only the process that wrote it: others may see the files of a shared disk later
                 if jax.process_index() == 0 and step in self.stored.steps():
                     orbax_io.described(path, self.stored.reading)
@@ -211,10 +199,8 @@ class Checkpoints:
         latest, kept = self.stored.latest(), "no checkpoint is finished"
         if latest is not None:
             kept = f"step {latest} is the newest finished one"
-        return SaveError(
-            f"Checkpoint {self.directory / str(step)} could not be written: {reason}; {kept}. "
-            f"{write_remedy(reason)}"
-        )
+        what = f"Checkpoint {self.directory / str(step)} could not be written: {reason}"
+        return SaveError(f"{what}; {kept}. {write_remedy(reason)}")
 
 
 def probe(directory: Path) -> None:
@@ -222,15 +208,9 @@ def probe(directory: Path) -> None:
     os.rmdir(tempfile.mkdtemp(prefix=".probe-", dir=directory))
 
 
-def _error(
-    kind: type[PpctlError], what: str, remedy: str | None = None
-) -> Callable[[str], PpctlError]:
+def _error(kind: type[T], what: str, remedy: str | None = None) -> Callable[[str], T]:
     """Return a function that makes the error of a failure, given its reason."""
-
-    def error(reason: str) -> PpctlError:
-        return kind(f"{what}: {reason}. {write_remedy(reason) if remedy is None else remedy}")
-
-    return error
+    return lambda reason: kind(f"{what}: {reason}. {remedy or write_remedy(reason)}")
 
 
 def aside_name(directory: Path, name: str, suffix: str = "") -> str:

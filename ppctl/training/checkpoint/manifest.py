@@ -66,12 +66,12 @@ def array_types(tree: Any) -> dict[str, str]:
     >>> array_types({"w": jax.ShapeDtypeStruct((2, 3), "float32")})
     {'w': 'float32[2,3]'}
     """
-    leaves = []
-    for leaf in jax.tree.leaves(tree):
-        is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # stored as integers
+    types = {}
+    for name, leaf in zip(names(tree), jax.tree.leaves(tree), strict=True):
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # stored as integers
         plain = jax.eval_shape(jax.random.key_data, leaf) if is_key else leaf
-        leaves.append(f"{np.dtype(plain.dtype).name}[{','.join(map(str, plain.shape))}]")
-    return dict(zip(names(tree), leaves, strict=True))
+        types[name] = f"{np.dtype(plain.dtype).name}[{','.join(map(str, plain.shape))}]"
+    return types
 
 
 def differences(stored: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
@@ -84,7 +84,7 @@ def differences(stored: Mapping[str, str], wanted: Mapping[str, str]) -> list[st
     for name in sorted({*stored, *wanted}):
         is_stored = f"stored as {stored[name]}" if name in stored else "not stored"
         is_wanted = f"wanted {wanted[name]}" if name in wanted else "not wanted"
-        if name not in stored or name not in wanted or stored[name] != wanted[name]:
+        if stored.get(name) != wanted.get(name):
             phrases.append(f"{name} is {is_stored}, {is_wanted}")
     return phrases
 
@@ -114,8 +114,8 @@ def digest(tree: Tree) -> Digest:
 
 def names(tree: Tree) -> list[str]:
     """Return the name of each array: the keys of its path, joined by /."""
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-    return [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
+    paths = jax.tree.leaves_with_path(tree)
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
 
 
 def check_names(tree: Tree) -> None:
@@ -137,9 +137,8 @@ def check_names(tree: Tree) -> None:
         try:
             check_text(name)
         except ValueError as error:
-            raise ConfigError(
-                f"The name {printable(name)} of an array {error}. Rename it."
-            ) from error
+            what = f"The name {printable(name)} of an array {error}"
+            raise ConfigError(f"{what}. Rename it.") from error
 
 
 @functools.cache

@@ -23,8 +23,6 @@ PASSING = re.compile(
     "PERMISSION_DENIED|RESOURCE_EXHAUSTED|ut of memory|imed out|not finished after|"
     + "|".join(map(os.strerror, _ERRNOS))
 )
-
-
 SAVE_TIMEOUT_S = 300  # seconds, enough for terabytes; others wait this long for a failed process
 
 
@@ -52,8 +50,7 @@ def wait_for_exchanges() -> None:
     """
     if jax.process_count() > 1:
         mesh = Mesh(np.array(jax.local_devices()), ("local",))
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        jax.block_until_ready(jax.jit(_zero, out_shardings=everywhere)())
+        jax.block_until_ready(jax.jit(_zero, out_shardings=NamedSharding(mesh, PartitionSpec()))())
 
 
 def _zero() -> jax.Array:
@@ -75,8 +72,7 @@ def error_reason(error: BaseException) -> str:
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     if isinstance(error, KeyError) and error.args:  # str(error) would add quotes
         text = str(error.args[0])
-    if isinstance(error, MemoryError):
-        text = f"out of memory: {text}"
+    text = f"out of memory: {text}" if isinstance(error, MemoryError) else text
     text = " ".join(text.split(" [tensorstore_spec=")[0].split())  # drops the file's layout
     if len(text) > 300:  # characters; the cause comes first or last
         text = f"{text[:150]} ... {text[-150:]}"

@@ -4,14 +4,17 @@ All processes of a run must call each method. An error of one process is raised 
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
 
 from ppctl.errors import CheckpointError, DamagedError
+from ppctl.model.lora import Lora, merged
 from ppctl.reports.foreign_files import check_place
 from ppctl.reports.run_files import checkpoint_steps
 from ppctl.training.checkpoint import manifest, orbax_io
@@ -30,12 +33,8 @@ class StoredCheckpoints:
 
     Reading truncated, flipped or missing data raises DamagedError.
 
-    Args:
-        directory: Directory of the checkpoints, shared by all processes.
-        gather: Gathers a text of each process.
-
-    Raises:
-        ConfigError: Orbax would misread the path of `directory`.
+    directory: shared by all processes; ConfigError if Orbax would misread its path. gather: gathers
+    a text of each process.
     """
 
     def __init__(self, directory: Path | str, gather: Gather = of_one_process):
@@ -68,14 +67,9 @@ class StoredCheckpoints:
     def restore(self, step: int, abstract_state: Any) -> Any:
         """Return the state saved at `step`, in the structure and shardings of `abstract_state`.
 
-        Args:
-            step: Step of a finished checkpoint.
-            abstract_state: `jax.ShapeDtypeStruct`s with shardings, on any mesh. Call `unlike`
-                first: Orbax casts to another dtype silently.
-
-        Raises:
-            DamagedError: Files are unreadable, or a checksum differs.
-            CheckpointError: There is no such checkpoint.
+        abstract_state: `jax.ShapeDtypeStruct`s with shardings, on any mesh. Call `unlike` first:
+        Orbax casts to another dtype silently. DamagedError if files are unreadable or a checksum
+        differs, CheckpointError if there is no such checkpoint.
         """
         record = self._manifest(step)
         state = self._load(step, {"state": abstract_state})["state"]
@@ -93,18 +87,14 @@ class StoredCheckpoints:
 
         place: a device, or `jax.ShapeDtypeStruct`s with shardings.
         """
-        record = self._manifest(step)
+        record, wanted = self._manifest(step), place
         try:
             stored = orbax_io.described(self._path(step), self.reading)["params"]
         except Exception as error:  # Orbax has no error class for unreadable files
-            what = "the description of its arrays is damaged"
-            raise self._damaged(step, what) from error
-        wanted = place
+            raise self._damaged(step, "the description of its arrays is damaged") from error
         if isinstance(place, jax.Device):
-            sharding = jax.sharding.SingleDeviceSharding(place)
-            wanted = jax.tree.map(
-                lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), stored
-            )
+            on_device = partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(place))
+            wanted = jax.tree.map(lambda a: on_device(a.shape, a.dtype), stored)
         self.reading.pytree.loading.partial_load = True
         state = self._load(step, {"state": {"params": wanted}})["state"]
         self._check(step, record, state)
@@ -154,11 +144,9 @@ class StoredCheckpoints:
 
     def _path(self, step: int) -> Path:
         """Return the directory of `step`. CheckpointError if there is no such checkpoint."""
-        steps = self.steps()
-        if step not in steps:
+        if step not in (steps := self.steps()):
             held = "it holds none. Use another run.dir"
-            if steps:
-                held = f"it holds {listed(steps)}. Use one of them"
+            held = f"it holds {listed(steps)}. Use one of them" if steps else held
             raise CheckpointError(
                 f"No checkpoint of step {step} in {self.directory}: {held}, or run.resume=auto "
                 "to take the newest one, if any."
@@ -207,3 +195,19 @@ def read_newest(newest: Callable[[], int], read: Callable[[int], T]) -> T:
 
 def listed(steps: Sequence[int]) -> str:
     return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
+
+
+def stored_lora(checkpoints: StoredCheckpoints, step: int) -> Lora | None:
+    """Return the adapters of a checkpoint, from its run's settings; None if it has no adapters."""
+    optim = checkpoints.meta(step).get("config", {}).get("optim", {})
+    if not isinstance(optim, Mapping) or optim.get("train") != "lora":
+        return None
+    targets = None if optim["lora_targets"] is None else tuple(optim["lora_targets"])
+    return Lora(optim["lora_rank"], optim["lora_alpha"], targets, optim["lora_dropout"])
+
+
+def merged_params(checkpoints: StoredCheckpoints, step: int, device: Any) -> Any:
+    """Return a checkpoint's parameters on one device, in natural order, with adapters merged."""
+    lora = stored_lora(checkpoints, step)
+    params = checkpoints.restore_params(step, device)
+    return params if lora is None else jax.jit(partial(merged, scale=lora.scale))(params)

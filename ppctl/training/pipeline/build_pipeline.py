@@ -34,7 +34,7 @@ from ppctl.training.pipeline.mixing import few_examples
 from ppctl.training.pipeline.network_optimizers import network_optimizer
 from ppctl.training.pipeline.optimizers import ModelOptimizer
 from ppctl.training.pipeline.pipeline import Pipeline
-from ppctl.training.pipeline.unpipelined.head_metrics import Metric, with_metrics
+from ppctl.training.pipeline.whole_model import Metric, with_metrics
 
 Tree = Any
 
@@ -124,8 +124,7 @@ def _scheduled(
         plan = request.divided_vocabulary(plan, vocab, requested, execution, costs)
     step = scheduled_step(plan, execution.engine, remat, trained, fuses=execution.fuse != "none")
     if execution.engine.is_pipelined:
-        axes = replace(execution.axes, vocab_parts=plan.vocab_parts)
-        execution = replace(execution, axes=axes)
+        execution = replace(execution, axes=replace(execution.axes, vocab_parts=plan.vocab_parts))
     if not plan.vocab_parts:
         return step, execution, relative
     step = replace(step, costs=relative().with_parts(step.costs))
@@ -135,10 +134,7 @@ def _scheduled(
 def _on_layers(
     stack: Stack, layout: Layout, optimizer: optax.GradientTransformation, execution: Execution
 ) -> ModelOptimizer:
-    """Return the `ModelOptimizer` of the trained parameters.
-
-    ConfigError if it needs whole parameters, but vocab=parallel with mpmd divides them over ranks.
-    """
+    """Return the `ModelOptimizer` of the trained parameters. ConfigError if they are divided."""
     params = trained_part(stack.param_shapes, stack.options.trainable)
     if stack.options.network is not None:
         return network_optimizer(optimizer, stack.options.network.parameters, params, layout)

@@ -117,10 +117,7 @@ def _mlp(model: settings.MLP, input_dim: int, target_dim: int, dtype: Any) -> St
 
 
 def _checked(schema: type, sizes: dict[str, Any], drop: tuple[str, ...]) -> Any:
-    """Return a model's settings of class `schema`. ConfigError for unknown or impossible sizes.
-
-    drop: names of fields that are not sizes, so callers may not set them.
-    """
+    """Return settings of class `schema`; drop: fields that are not sizes. ConfigError if wrong."""
     names = [field.name for field in fields(schema) if field.name not in drop]
     unknown = [name for name in sizes if name not in names]
     if unknown:
@@ -141,10 +138,7 @@ def _transformer(
     device: Any = None,
     imbalance: float | None = None,
 ) -> Stack:
-    """Return a transformer of these sizes as a stack, with an attention kernel.
-
-    Equal requests get one stack, so that JAX traces its functions once in a process.
-    """
+    """Return a transformer as a stack: one for equal requests, so that JAX traces it once."""
     stack = transformer_model.transformer(
         sizes,
         mix=partial(attention_of, kernel, device),
@@ -197,16 +191,13 @@ def _vocab_size(model: settings.Transformer, data: DataSet) -> int:
     """Return the transformer's vocabulary size. ConfigError if the data needs a larger one."""
     num_ids = data.vocab_size
     if num_ids is None:
-        raise ConfigError(
-            f"model=transformer needs token ids, but data={data.name} states no vocab_size."
-        )
+        what = f"data={data.name} states no vocab_size"
+        raise ConfigError(f"model=transformer needs token ids, but {what}.")
     vocab_size = model.vocab_size or num_ids
     if vocab_size < num_ids:
-        raise ConfigError(
-            f"model.vocab_size={vocab_size} is less than the {num_ids} token ids of "
-            f"data={data.name}. Use model.vocab_size=null, which takes the data's, or {num_ids} "
-            "or more."
-        )
+        what = f"model.vocab_size={vocab_size} is less than the {num_ids} token ids"
+        use = f"Use model.vocab_size=null, which takes the data's, or {num_ids} or more."
+        raise ConfigError(f"{what} of data={data.name}. {use}")
     return vocab_size
 
 

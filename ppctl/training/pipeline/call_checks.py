@@ -19,7 +19,7 @@ from ppctl.errors import ConfigError
 from ppctl.executors.parameter_layout import Layout
 from ppctl.model.network import Network
 from ppctl.model.stack import Stack
-from ppctl.training.pipeline.engines.post_validation import Attempt
+from ppctl.training.pipeline.engines.mpmd_engine import Attempt
 
 Tree = Any
 NUMBERS = "biuf"  # NumPy dtype kinds allowed in a batch, besides bfloat16
@@ -32,15 +32,13 @@ def checked_optimizer(
 ) -> optax.GradientTransformation:
     """Return the optimizer. ConfigError if an argument has a wrong type or clip_norm is invalid."""
     if not isinstance(model, Stack | Network):
-        what = "a ppctl.Stack or a ppctl.Network"
-        raise ConfigError(f"The model is {_short(model)}, not {what}. Use ppctl.transformer(...).")
+        what = f"The model is {_short(model)}, not a ppctl.Stack or a ppctl.Network"
+        raise ConfigError(f"{what}. Use ppctl.transformer(...).")
     if not isinstance(mesh, Mesh):
         raise ConfigError(f"mesh={_short(mesh)} is not a mesh. Use ppctl.mesh(dp=, pp=, fsdp=).")
     if not isinstance(optimizer, optax.GradientTransformation):
-        raise ConfigError(
-            f"optimizer={_short(optimizer)} is not an optax.GradientTransformation. Use one, such "
-            "as optax.adamw(1e-3)."
-        )
+        what = f"optimizer={_short(optimizer)} is not an optax.GradientTransformation"
+        raise ConfigError(f"{what}. Use one, such as optax.adamw(1e-3).")
     is_number = isinstance(clip_norm, Real) and 0 < clip_norm < float("inf")  # NaN fails
     if clip_norm is not None and not is_number:
         raise ConfigError(f"clip_norm={_short(clip_norm)} must be a finite number above 0.")
@@ -58,9 +56,8 @@ def whole_number(name: str, value: Any, least: int) -> int:
     except TypeError:
         number = None
     if number is None or not least <= number <= LARGEST:
-        raise ConfigError(
-            f"{name}={_short(value)} is not a whole number from {least} to {LARGEST}. Use one."
-        )
+        what = f"{name}={_short(value)} is not a whole number from {least} to {LARGEST}"
+        raise ConfigError(f"{what}. Use one.")
     return number
 
 
@@ -123,14 +120,14 @@ def _array_tree(name: str, value: Any) -> Any:
     return {key: _array_tree(f"{name}.{key}", each) for key, each in value.items()}
 
 
-def named(arrays: Tree) -> dict[str, Any]:
-    """Return the arrays of a batch by dotted name, such as inputs.tokens.
+def named(arrays: Tree, separator: str = ".") -> dict[str, Any]:
+    """Return the arrays of a tree by name: the joined keys of their paths, such as inputs.tokens.
 
     >>> named({"inputs": {"tokens": 1}, "targets": 2})
     {'inputs.tokens': 1, 'targets': 2}
     """
-    paths = jax.tree_util.tree_leaves_with_path(arrays)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): a for path, a in paths}
+    paths = jax.tree.leaves_with_path(arrays)
+    return {jax.tree_util.keystr(path, simple=True, separator=separator): a for path, a in paths}
 
 
 def _numbers(name: str, value: Any) -> Any:
@@ -145,11 +142,7 @@ def _numbers(name: str, value: Any) -> Any:
 
 
 def on_host(
-    batch: Any,
-    shapes: Mapping[str, jax.ShapeDtypeStruct],
-    stack: Stack,
-    *,
-    any_number: bool = False,
+    batch: Any, shapes: Mapping[str, Tree], stack: Stack, *, any_number: bool = False
 ) -> dict[str, np.ndarray]:
     """Return the parts of a batch that `shapes` names, as NumPy arrays of their dtypes.
 
@@ -169,20 +162,17 @@ def on_host(
     return jax.tree.map(lambda a, shape: np.asarray(a, shape.dtype), arrays, dict(shapes))
 
 
-def check_values(
-    arrays: Mapping[str, Any], shapes: Mapping[str, jax.ShapeDtypeStruct], stack: Stack
-) -> None:
+def check_values(arrays: Mapping[str, Any], shapes: Mapping[str, Tree], stack: Stack) -> None:
     """Raise ConfigError if a dtype does not cast to that of `shapes`, or a value is beyond it.
 
     Then run the model's `check_batch`, if it has one, on the inputs and targets.
     """
-    dtypes = {name: a.dtype for name, a in named(shapes).items()}
+    wanted = named(shapes)
     for name, a in named(arrays).items():
-        dtype = dtypes[name]
+        dtype = wanted[name].dtype
         if not np.can_cast(a.dtype, dtype, "same_kind"):
-            raise ConfigError(
-                f"{name} are {a.dtype}, but the pipeline was made for {dtype}. Give {dtype}."
-            )
+            what = f"{name} are {a.dtype}, but the pipeline was made for {dtype}"
+            raise ConfigError(f"{what}. Give {dtype}.")
         is_narrowed = a.dtype.kind in "iu" and dtype.kind in "iu" and a.dtype != dtype
         if is_narrowed and isinstance(a, np.ndarray) and a.size:
             ends, bounds = (int(a.min()), int(a.max())), np.iinfo(dtype)
@@ -205,15 +195,13 @@ def check_by_model(stack: Stack, arrays: Mapping[str, Any]) -> None:
 class StateChecks:
     """The checks of the states of one pipeline: shapes, shardings and the order of layers.
 
-    wanted: shapes, dtypes and shardings of an engine's state.
-
     A state of another pipeline may have the same shapes with its layers in another order. So a
     pipeline's state is the engine's state and the layer in each slot. It is an array, not a part of
     the tree's structure: it stays with the other arrays on the host and in files, while a restored
     state gets the structure of its target.
     """
 
-    wanted: Tree
+    wanted: Tree  # shapes, dtypes and shardings of an engine's state
     layout: Layout
 
     @cached_property
@@ -227,11 +215,8 @@ class StateChecks:
             return state
         _, order = _split(before)
         if order is None:
-            a, everywhere = (
-                self.layout.placement.layer_in_slot,
-                NamedSharding(self.layout.mesh, P()),
-            )
-            order = jax.make_array_from_callback(a.shape, everywhere, a.__getitem__)
+            a, mesh = self.layout.placement.layer_in_slot, self.layout.mesh
+            order = jax.make_array_from_callback(a.shape, NamedSharding(mesh, P()), a.__getitem__)
         return {**state, ORDER: order} if isinstance(state, dict) else (*state, {ORDER: order})
 
     def checked(self, state: Tree) -> Tree:
@@ -247,8 +232,7 @@ class StateChecks:
             arrays = tuple(None if wanted is None else part for part, wanted in pairs)
         leaves, tree = jax.tree.flatten(arrays)
         wanted, wanted_tree = self._flat
-        has_order = order is not None
-        why = None if has_order else f"it has no {ORDER}"
+        why = f"it has no {ORDER}" if order is None else None
         if tree != wanted_tree or not all(map(_is_like, leaves, wanted)):
             why = _difference(arrays, self.wanted) or "its arrays are on other devices"
         if why is not None:
@@ -262,11 +246,9 @@ class StateChecks:
                 "The state was passed to an earlier step, which reused its memory. Use the state "
                 "that the step returned: state, metrics = pipe.step(state, batch)."
             )
-        if not np.array_equal(order, self.layout.placement.layer_in_slot):
-            raise ConfigError(
-                "The state belongs to a pipeline whose ranks hold other layers. Use "
-                "pipe.from_natural(other.to_natural(state))."
-            )
+        if order is None or not np.array_equal(order, self.layout.placement.layer_in_slot):
+            what = "The state belongs to a pipeline whose ranks hold other layers"
+            raise ConfigError(f"{what}. Use pipe.from_natural(other.to_natural(state)).")
         return of_engine
 
 
@@ -299,19 +281,15 @@ def check_natural(state: Tree, wanted: Tree) -> None:
 
 def _difference(state: Tree, wanted: Tree) -> str | None:
     """Return the first difference in names, dtypes or shapes; None if equal."""
-    named = [jax.tree_util.tree_leaves_with_path(tree) for tree in (state, wanted)]
-    found, expected = (
-        {jax.tree_util.keystr(path, simple=True, separator="/"): a for path, a in each}
-        for each in named
-    )
+    found, expected = (named(tree, "/") for tree in (state, wanted))
     missing = [name for name in expected if name not in found]
     if missing or len(found) > len(expected):
         other = next((name for name in found if name not in expected), None)
         return f"it has no {missing[0]}" if missing else f"it has {other}"
     for name, a in expected.items():
-        texts = _text_of(name, found[name]), _text_of(name, a)
-        if texts[0] != texts[1]:
-            return f"{name} is {texts[0]}, not {texts[1]}"
+        text, wanted_text = _text_of(name, found[name]), _text_of(name, a)
+        if text != wanted_text:
+            return f"{name} is {text}, not {wanted_text}"
     return None
 
 

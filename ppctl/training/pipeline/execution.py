@@ -18,6 +18,7 @@ from ppctl.schedule.mesh_axes import AXES
 from ppctl.schedule.remat import Remat
 
 T = TypeVar("T", bound=Reference)
+Options = Mapping[str, Any]
 EXECUTORS: dict[str, type[Reference]] = {each.name: each for each in (Spmd, Mpmd, Reference)}
 
 
@@ -95,15 +96,14 @@ def reference(**options: Any) -> Reference:
     return _with_options(Reference, options)
 
 
-def _with_options(executor: type[T], options: Mapping[str, Any]) -> T:
+def _with_options(executor: type[T], options: Options) -> T:
     """Return an executor with these options. ConfigError for unknown or impossible ones."""
     known = _options_of(executor)
     for name, value in options.items():
         if name not in known:
             remedy = suggested(nearest(name, known)[:1]) or f" It has {', '.join(known)}."
-            raise ConfigError(
-                f"{name}={value} is not an option of executor={executor.name}.{remedy}"
-            )
+            what = f"{name}={value} is not an option of executor={executor.name}"
+            raise ConfigError(f"{what}.{remedy}")
         if type(value) is not type(known[name]):
             usual = f"{name}={known[name]!r}"
             raise ConfigError(f"{name}={value!r} has another type than the default, {usual}.")
@@ -118,7 +118,7 @@ def _options_of(executor: type[Reference]) -> dict[str, Any]:
 
 
 def execution_of(
-    executor: str | Reference, mesh: Mesh, options: Mapping[str, Any]
+    executor: str | Reference, mesh: Mesh, options: Options
 ) -> tuple[Execution, dict[str, Any]]:
     """Return (the execution on a mesh, the remaining options: settings of a schedule family).
 
@@ -137,13 +137,20 @@ def execution_of(
         axes = replace(axes, context=config.context)
         own = {"post_validation": config.post_validation, "fuse": config.fuse}
         execution = replace(execution, axes=axes, **own)
-    _check_mesh(execution, mesh)
+    if tuple(mesh.axis_names) != AXES:
+        raise ConfigError(
+            f"The mesh has axes {mesh.axis_names}, not {AXES}. Make it with "
+            f"ppctl.mesh({', '.join(f'{axis}=' for axis in AXES)})."
+        )
+    if not execution.engine.is_pipelined and mesh.size > 1:
+        raise ConfigError(
+            "executor=reference is the un-pipelined model on one device, but the mesh has "
+            f"{mesh.size}. Use ppctl.mesh(), executor=spmd or executor=mpmd."
+        )
     return execution, rest
 
 
-def _configured(
-    executor: str | Reference, options: Mapping[str, Any]
-) -> tuple[Reference, dict[str, Any]]:
+def _configured(executor: str | Reference, options: Options) -> tuple[Reference, dict[str, Any]]:
     """Return (an executor with its options, the remaining options: those of a schedule family)."""
     of_any = {name: each for each in EXECUTORS.values() for name in _options_of(each)}
     rest = {name: value for name, value in options.items() if name not in of_any}
@@ -160,10 +167,8 @@ def _configured(
         call = 'ppctl.spmd(remat="layer")'
         names = ", ".join(EXECUTORS)
         raise ConfigError(f"executor={executor} is not one of {names}, or a value such as {call}.")
-    foreign = [
-        f"{n}={value}" for n, value in named.items() if n not in _options_of(EXECUTORS[executor])
-    ]
-    if foreign:
+    own = _options_of(EXECUTORS[executor])
+    if foreign := [f"{name}={value}" for name, value in named.items() if name not in own]:
         what = f"{', '.join(foreign)} does not apply to executor={executor}"
         raise ConfigError(f"{what}. Leave it out.")
     for name, value in rest.items():
@@ -171,16 +176,3 @@ def _configured(
             what = f"{name}={value} is not an option of executor={executor} or of a schedule"
             raise ConfigError(f"{what}.{suggested(near[:1])}")
     return _with_options(EXECUTORS[executor], named), rest
-
-
-def _check_mesh(execution: Execution, mesh: Mesh) -> None:
-    if tuple(mesh.axis_names) != AXES:
-        raise ConfigError(
-            f"The mesh has axes {mesh.axis_names}, not {AXES}. Make it with "
-            f"ppctl.mesh({', '.join(f'{axis}=' for axis in AXES)})."
-        )
-    if not execution.engine.is_pipelined and mesh.size > 1:
-        raise ConfigError(
-            "executor=reference is the un-pipelined model on one device, but the mesh has "
-            f"{mesh.size}. Use ppctl.mesh(), executor=spmd or executor=mpmd."
-        )

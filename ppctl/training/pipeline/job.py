@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from ppctl import config as settings
-from ppctl.config import Config
+from ppctl.config import Config, Uniform
 from ppctl.config.code_digests import Sources, sources
 from ppctl.config.config_dirs import user_cache_dir
 from ppctl.config.groups.data_settings import CustomData, Mixture
@@ -26,7 +26,7 @@ from ppctl.executors.described_devices import check_gpu_shape, check_size, descr
 from ppctl.executors.device_mesh import all_devices, check_hosts, make_mesh, repeated_mesh
 from ppctl.executors.model_shapes import Model, tree_bytes
 from ppctl.executors.stage.jaxpr_flops import RelativeCosts, relative_costs
-from ppctl.model.stack import Stack
+from ppctl.model.stack import Stack, shapes_like
 from ppctl.schedule.costs import task_costs
 from ppctl.schedule.families.registry import BASELINE, build
 from ppctl.schedule.partition.partition import Partition, explicit, stages_text, uniform
@@ -34,19 +34,17 @@ from ppctl.schedule.placement_costs import Placed
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.search.auto_choice import Choice
 from ppctl.training.pipeline import known_hardware as hardware_of
-from ppctl.training.pipeline.auto_schedule import ModelCosts
 from ppctl.training.pipeline.build_pipeline import pipeline
 from ppctl.training.pipeline.built_in_models import lora_of, make_stack
 from ppctl.training.pipeline.engines.make_engine import Engine
 from ppctl.training.pipeline.jax_start import check_memory_fraction, start_jax
 from ppctl.training.pipeline.known_hardware import described_device
-from ppctl.training.pipeline.named_optimizers import make_optimizer
+from ppctl.training.pipeline.optimizers import make_optimizer
 from ppctl.training.pipeline.pipeline import Pipeline
-from ppctl.training.pipeline.pipeline_step import model_on
+from ppctl.training.pipeline.pipeline_step import ModelCosts, model_on
 from ppctl.training.pipeline.user_code import custom_data
 
 Tree = Any
-AnyHardware = settings.Hardware | settings.AutoHardware
 DEFAULT_DTYPE = "float32"  # dtype of imported models; others: `known_hardware.default_dtype`
 UNEVEN_NOTICE = 1.25  # largest / mean stage cost; above it, partition=uniform gets a notice
 
@@ -83,14 +81,13 @@ class TrainingJob:
         """A device of the requested hardware; it decides the kernels of `counted_model`."""
         device, other = self.pipe.meshes.device, self._other_hardware
         if other is None:
-            return _device_of(self.config.hardware, self.config.plan, device)
+            return _device_of(self.config, device)
         return described_device(other) or device
 
     @property
     def _other_hardware(self) -> settings.Hardware | None:
         """The requested hardware if the mesh has other devices, else None."""
-        kind = self.pipe.meshes.device.device_kind
-        return hardware_of.described_only(self.config.hardware, kind)
+        return hardware_of.described_only(self.config.hardware, self.pipe.meshes.device.device_kind)
 
 
 def num_eval_batches(run: settings.Run, data: DataSet) -> int:
@@ -138,27 +135,24 @@ def _started(
     is_counted = only_planned and not config.plan.compiles  # compiles no program
     start = 1 if on_one_device or is_counted else number
     start_jax(config.run, dtype, start, is_away=topology is not None)
-    if is_counted and topology is None and number > len(all_devices()):
-        on_one_device = True
-    request = config.mesh, config.plan, config.hardware
-    mesh = _mesh_of(*request, on_one_device=on_one_device)
-    device = _device_of(config.hardware, config.plan, mesh.devices.flat[0])
-    request = config.hardware, device.device_kind, topology
-    there = hardware_of.planned_for(*request) if only_planned or topology is not None else None
+    is_too_large = is_counted and topology is None and number > len(all_devices())
+    mesh = _mesh_of(config, on_one_device=on_one_device or is_too_large)
+    device, there = _device_of(config, mesh.devices.flat[0]), None
+    if only_planned or topology is not None:
+        there = hardware_of.planned_for(config.hardware, device.device_kind, topology)
     check_memory_fraction(config.run.memory_fraction, device, there)
     return mesh, device
 
 
-def _mesh_of(
-    mesh: settings.Mesh, plan: settings.Plan, hardware: AnyHardware, *, on_one_device: bool
-) -> Mesh:
+def _mesh_of(config: Config, *, on_one_device: bool) -> Mesh:
     """Return a mesh of attached devices or of a topology. ConfigError if it has too few devices."""
-    sizes, order, topology = mesh.sizes, mesh.order, plan.topology
+    plan, topology = config.plan, config.plan.topology
+    sizes, order = config.mesh.sizes, config.mesh.order
     if on_one_device:
         return repeated_mesh(sizes)
     if topology is None:
         return make_mesh(sizes, order)
-    gpu = hardware_of.gpu_target(hardware_of.of_topology(hardware, topology))
+    gpu = hardware_of.gpu_target(hardware_of.of_topology(config.hardware, topology))
     if not plan.only_predicts_topology:
         return described_mesh(sizes, topology, gpu, hardware_of.gpu_names(), order)
     if gpu is not None:
@@ -167,11 +161,11 @@ def _mesh_of(
     return repeated_mesh(sizes)  # only shapes are needed
 
 
-def _device_of(request: AnyHardware, plan: settings.Plan, device: Any) -> Any:
+def _device_of(config: Config, device: Any) -> Any:
     """Return the device that decides kernels: that of a predicted topology, else `device`."""
-    if not plan.only_predicts_topology or plan.topology is None:
+    if not config.plan.only_predicts_topology or config.plan.topology is None:
         return device
-    hardware = hardware_of.of_topology(request, plan.topology)
+    hardware = hardware_of.of_topology(config.hardware, config.plan.topology)
     return device if hardware is None else described_device(hardware) or device
 
 
@@ -191,10 +185,9 @@ def assemble(
     described hardware, and a plan without compilation may have any number of devices.
     """
     # 1. before JAX starts: a schedule that does not depend on the model's costs
-    is_auto = isinstance(config.schedule, settings.Auto) and config.executor.ENGINE.is_pipelined
-    by_costs = is_auto or (
-        config.schedule.vocab == "parallel" and config.executor.ENGINE.dispatches_tasks
-    )
+    traits = config.executor.ENGINE
+    is_auto = isinstance(config.schedule, settings.Auto) and traits.is_pipelined
+    by_costs = is_auto or (config.schedule.vocab == "parallel" and traits.dispatches_tasks)
     counted = config.model.num_layers  # None: a custom model, made below
     planned = None if by_costs or counted is None else plan(config, counted)
     if isinstance(config.hardware, settings.Hardware):  # axes inside a stage must fit in a host
@@ -210,9 +203,8 @@ def assemble(
     # 3. data, model and optimizer
     data = open_data(config)
     stack = stack_for(config, data, dtype, device)
-    optimizer, lr_schedule = make_optimizer(
-        config.optim, config.run.num_steps, stack, config.run.on_nonfinite
-    )
+    of_run = config.run.num_steps, stack, config.run.on_nonfinite
+    optimizer, lr_schedule = make_optimizer(config.optim, *of_run)
     how = {"executor": _traced_if_profiled(config), "dtype": dtype, "seed": config.run.seed}
     how |= {"clip_norm": config.optim.clip_norm, "lr_schedule": lr_schedule}
     shapes = batch_shapes(data)
@@ -249,8 +241,8 @@ def plan(config: Config, num_layers: int, *costs: Any) -> Planned:
     costs: the last arguments of `pipeline_of`, costs_of and in_ticks_bytes, for schedule=auto.
     """
     trained = trained_share(config.model, config.optim)
-    how = config.schedule, config.executor, config.mesh.pp, num_layers, trained
-    planned = pipeline_of(*how, *costs)
+    request = config.schedule, config.executor, config.mesh.pp, num_layers, trained
+    planned = pipeline_of(*request, *costs)
     divide(config.partition, num_layers, planned.step.schedule.rank_of)
     return planned
 
@@ -264,8 +256,8 @@ def plan_auto(config: Config, num_layers: int, pipelined: Callable[..., Pipeline
     assert isinstance(request, settings.Auto), "other schedules follow from their settings"
     baseline = build(BASELINE, config.mesh.pp, request.num_microbatches)
     probe = pipelined(schedule=baseline, partition="balanced")
-    layers = config.partition, num_layers
-    costs = ModelCosts(probe, lambda rank_of: divide(*layers, rank_of, probe.relative_costs))
+    layers = partial(divide, config.partition, num_layers, costs=probe.relative_costs)
+    costs = ModelCosts(probe, layers)
     is_capped, in_ticks = request.max_memory_gib is not None, config.executor.ENGINE.in_ticks
     seconds_of = costs.layers(with_bytes=is_capped and not in_ticks).on
     bytes_of = costs.in_ticks_bytes if is_capped and in_ticks else None
@@ -273,10 +265,7 @@ def plan_auto(config: Config, num_layers: int, pipelined: Callable[..., Pipeline
 
 
 def divide(
-    request: settings.Uniform,
-    num_layers: int,
-    rank_of: Sequence[int],
-    costs: RelativeCosts | None = None,
+    request: Uniform, num_layers: int, rank_of: Sequence[int], costs: RelativeCosts | None = None
 ) -> Partition:
     """Return the layers of each stage; costs: for partition=balanced; None: equal layers."""
     if isinstance(request, Explicit):
@@ -295,13 +284,13 @@ def partition_text(job: TrainingJob) -> str | None:
         of_stages = costs.of_stages(partition)
         return max(of_stages) * len(of_stages) / sum(of_stages)
 
-    text = f"largest stage {unevenness(partition):.2f} times the mean"
+    largest, parts = unevenness(partition), pipe.schedule.vocab_parts
+    text = f"largest stage {largest:.2f} times the mean"
     if name == "uniform":
-        if pipe.layout.placement.is_even and unevenness(partition) <= UNEVEN_NOTICE:
+        if pipe.layout.placement.is_even and largest <= UNEVEN_NOTICE:
             return None
         best = unevenness(costs.balanced(pipe.schedule.rank_of))
-        text += f", {best:.2f} with partition=balanced" if best < unevenness(partition) else ""
-    parts = pipe.schedule.vocab_parts
+        text += f", {best:.2f} with partition=balanced" if best < largest else ""
     embed_head = f"embedding {costs.embed:.1f}, head {costs.head:.1f} times a layer"
     embed_head = "embedding and head on all ranks" if parts else embed_head
     return f"{stages_text([*map(len, partition)], parts)}; {name} ({embed_head}; {text})"
@@ -309,9 +298,8 @@ def partition_text(job: TrainingJob) -> str | None:
 
 def batch_shapes(data: DataSet) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes and dtypes of a global batch, from its first example."""
-    example = next(data.batches(rows=(0,)))
-    shape = lambda a: jax.ShapeDtypeStruct((data.batch_size, *a.shape[1:]), a.dtype)  # noqa: E731
-    return {name: shape(example[name]) for name in ("inputs", "targets")}
+    example = shapes_like(next(data.batches(rows=(0,))), data.batch_size, first=1)
+    return {name: example[name] for name in ("inputs", "targets")}
 
 
 def open_data(config: Config, *, sizes_only: bool = False) -> DataSet:
@@ -346,9 +334,7 @@ def open_data(config: Config, *, sizes_only: bool = False) -> DataSet:
     return stdlib(**how)
 
 
-def _held_out(
-    opened: Callable[..., DataSet], path: str, eval_path: str | None, **how: Any
-) -> DataSet:
+def _held_out(opened: Callable, path: str, eval_path: str | None, **how: Any) -> DataSet:
     """Return the data set of `path`; all of `eval_path`, if given, becomes its held-out part."""
     if eval_path is None:
         return opened(path=path, **how)

@@ -50,10 +50,8 @@ def check_evaluations(run: settings.Run, data: DataSet) -> str | None:
     if run.eval_every is None:
         return None
     number = num_eval_batches(run, data)
-    batches = data.eval_batches(number)
-    if data.vocab_size is not None and not any(
-        np.any(batch["targets"] != NO_TOKEN) for batch in batches
-    ):
+    targets = (batch["targets"] for batch in data.eval_batches(number))
+    if data.vocab_size is not None and not any(np.any(each != NO_TOKEN) for each in targets):
         raise no_targets(data, number)
     if run.eval_batches is not None or number == run.EVAL_BATCHES:
         return None

@@ -4,7 +4,6 @@ import copy
 import os
 from dataclasses import asdict, dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -15,6 +14,7 @@ from ppctl.config.groups.hardware_settings import PER_CORE, AutoHardware, Hardwa
 from ppctl.errors import ConfigError
 from ppctl.executors.described_devices import GpuTarget
 
+Request = Hardware | AutoHardware  # hardware=NAME or auto
 NOMINAL = "host"  # hardware with nominal numbers, not those of a real machine
 
 
@@ -30,13 +30,10 @@ def known() -> dict[str, Hardware]:
 @cache
 def _known() -> dict[str, Hardware]:
     files = sorted((ROOT / "conf/hardware").glob("*.yaml"))
-    return {file.stem: _read(file) for file in files if file.stem != "auto"}
-
-
-def _read(file: Path) -> Hardware:
-    values: dict[str, Any] = yaml.safe_load(file.read_text())
-    del values["defaults"]
-    return settings_from(Hardware, values, "hardware")
+    values = {file.stem: yaml.safe_load(file.read_text()) for file in files if file.stem != "auto"}
+    for of_one in values.values():
+        del of_one["defaults"]
+    return {name: settings_from(Hardware, of_one, "hardware") for name, of_one in values.items()}
 
 
 def of_device(device_kind: str) -> Hardware | None:
@@ -48,9 +45,7 @@ def of_device(device_kind: str) -> Hardware | None:
     return next((each for each in known().values() if device_kind in each.device_kinds), None)
 
 
-def resolved(
-    request: Hardware | AutoHardware, device_kind: str, topology: str | None = None
-) -> Hardware:
+def resolved(request: Request, device_kind: str, topology: str | None = None) -> Hardware:
     """Return the requested hardware; for `auto` that of plan.topology, else of the devices.
 
     topology: plan.topology, such as "v5e:4x4". ConfigError if the hardware is unknown, or differs
@@ -60,10 +55,8 @@ def resolved(
     if isinstance(request, Hardware):
         is_other = there is None or not set(request.device_kinds) & set(there.device_kinds)
         if topology is not None and is_other:
-            raise ConfigError(
-                f"hardware={request.name} is not that of plan.topology={topology}. Use "
-                "hardware=auto, or another topology."
-            )
+            what = f"hardware={request.name} is not that of plan.topology={topology}"
+            raise ConfigError(f"{what}. Use hardware=auto, or another topology.")
         return request
     if there is None:
         which = device_kind if topology is None else f"plan.topology={topology}"
@@ -75,7 +68,7 @@ def resolved(
     return there
 
 
-def described_only(request: Hardware | AutoHardware, device_kind: str) -> Hardware | None:
+def described_only(request: Request, device_kind: str) -> Hardware | None:
     """Return the requested hardware; None for auto, or if attached devices are of this hardware.
 
     >>> described_only(known()["h100"], "cpu").name, described_only(known()["host"], "cpu")
@@ -86,18 +79,14 @@ def described_only(request: Hardware | AutoHardware, device_kind: str) -> Hardwa
     return request
 
 
-def planned_for(
-    request: Hardware | AutoHardware, device_kind: str, topology: str | None
-) -> Hardware | None:
+def planned_for(request: Request, device_kind: str, topology: str | None) -> Hardware | None:
     """Return the hardware that a plan describes; None if it is for the attached devices."""
     if topology is not None:
         return of_topology(request, topology)
     return described_only(request, device_kind)
 
 
-def default_dtype(
-    request: Hardware | AutoHardware, device: Any, topology: str | None = None
-) -> str:
+def default_dtype(request: Request, device: Any, topology: str | None = None) -> str:
     """Return the default compute dtype: bfloat16 on accelerators, else float32.
 
     The devices may be only described. Hardware without a bfloat16 peak computes in float32.
@@ -108,14 +97,13 @@ def default_dtype(
     ('float32', 'bfloat16')
     """
     there = planned_for(request, device.device_kind, topology)
+    is_fast = topology is not None or device.platform != "cpu"
     if there is not None:
         is_fast = there.name != NOMINAL and "bfloat16" in there.peak_flops
-    else:
-        is_fast = topology is not None or device.platform != "cpu"
     return "bfloat16" if is_fast else "float32"
 
 
-def of_topology(request: Hardware | AutoHardware, topology: str) -> Hardware | None:
+def of_topology(request: Request, topology: str) -> Hardware | None:
     """Return the hardware of plan.topology; None if unknown, such as a TPU only libtpu knows."""
     chip = topology.partition(":")[0]
     return request if isinstance(request, Hardware) and request.name == chip else known().get(chip)

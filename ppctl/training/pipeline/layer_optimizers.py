@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 
 from ppctl.errors import ConfigError
 from ppctl.executors.parameter_layout import Layout, is_layer, parameter_of
 from ppctl.executors.stage.jaxpr_flops import matmul_flops
 from ppctl.model.layer_reports import Updates, without_counted
-from ppctl.model.stack import Stack
+from ppctl.model.stack import Stack, shapes_like
 from ppctl.model.trainable_parameters import trained_part
 from ppctl.training.pipeline.update_formulas import (
     Mixing,
@@ -31,6 +32,7 @@ from ppctl.training.pipeline.update_formulas import (
 )
 
 Tree = Any
+Slots = np.ndarray | None  # the layer in each slot [V, P, K], -1 for padding
 STAGED = 3  # leading dims of layers in staged form: chunk, rank, layer slot
 RANK = 1  # index of the rank among these dims
 
@@ -55,14 +57,14 @@ class LayerOptimizer:
     def __post_init__(self) -> None:
         check_optimizer(self.optimizer, self.one_layer)
         state = jax.eval_shape(self.optimizer.init, self.one_layer)
-        params = [parameter_of(path)[0] for path, _ in flat(self.one_layer)]
-        for (path, _), place in zip(flat(state), places_in(state, self.one_layer), strict=True):
+        params = [parameter_of(path)[0] for path, _ in jax.tree.leaves_with_path(self.one_layer)]
+        for (path, _), place in zip(
+            jax.tree.leaves_with_path(state), places_in(state, self.one_layer), strict=True
+        ):
             name = parameter_of(path)[:1]
             if name != (() if place.owner is None else (params[place.owner],)):
-                raise ConfigError(
-                    f"The optimizer's state has a part named {name[0]}, like the parameters. "
-                    f"Use another label than {name[0]}."
-                )
+                what = f"The optimizer's state has a part named {name[0]}, like the parameters"
+                raise ConfigError(f"{what}. Use another label than {name[0]}.")
 
     @cached_property
     def one_layer(self) -> Tree:
@@ -77,11 +79,6 @@ class LayerOptimizer:
         if not all(formula.is_elementwise for formula in formulas):
             return False
         return formulas == update_formulas(self.optimizer, padded)
-
-    @property
-    def layer_flops(self) -> int:
-        """FLOPs of the matrix products in the update of a layer."""
-        return update_flops(self.optimizer, self.one_layer)
 
     @property
     def guards_finite(self) -> bool:
@@ -99,22 +96,16 @@ class LayerOptimizer:
         params = without_counted(params, self.updates)
         num_layers = next((len(a) for a in jax.tree.leaves(params["layers"])), 1)
         axes = {"embed_head": None, "layers": 0}
-        run = jax.vmap(self.optimizer.init, (axes,), axes_of(shapes), axis_size=num_layers)
-        return run(params)
+        out_axes = jax.tree.map_with_path(lambda path, _: 0 if is_layer(path) else None, shapes)
+        return jax.vmap(self.optimizer.init, (axes,), out_axes, axis_size=num_layers)(params)
 
     def update(
-        self,
-        grads: Tree,
-        state: Tree,
-        params: Tree,
-        *,
-        norm: jax.Array,
-        layer_in_slot: np.ndarray | None = None,
+        self, grads: Tree, state: Tree, params: Tree, *, norm: Array, layer_in_slot: Slots = None
     ) -> tuple[Tree, Tree]:
         """Return (updates, next state), staged.
 
-        norm: the norm of the whole model's gradients. layer_in_slot: the layer in each slot
-        [V, P, K] of the ranks that hold these parameters, -1 for padding; None: all ranks.
+        norm: the norm of the whole model's gradients. layer_in_slot: slots of the ranks that hold
+        these parameters; None: all ranks.
         """
         slots = self.layout.placement.layer_in_slot if layer_in_slot is None else layer_in_slot
         # 1. the arrays without padding
@@ -133,16 +124,16 @@ class LayerOptimizer:
         if not self.is_elementwise:
             updates, state = (self.layout.of_rank.padded(tree, STAGED) for tree in (updates, state))
         if (slots < 0).any():
-            is_held = lambda u: (slots >= 0).reshape(*slots.shape, *[1] * (u.ndim - STAGED))  # noqa: E731
-            updates = {
-                **updates,
-                "layers": jax.tree.map(lambda u: jnp.where(is_held(u), u, 0), updates["layers"]),
-            }
+
+            def held(u: Array) -> Array:
+                return jnp.where((slots >= 0).reshape(*slots.shape, *[1] * (u.ndim - STAGED)), u, 0)
+
+            updates = {**updates, "layers": jax.tree.map(held, updates["layers"])}
         return updates, state
 
     def _part(
-        self, part: str, grads: Tree, state: Tree, params: Tree, *, norm: jax.Array, sizes: tuple
-    ) -> tuple[Tree, dict[tuple, jax.Array]]:
+        self, part: str, grads: Tree, state: Tree, params: Tree, *, norm: Array, sizes: tuple
+    ) -> tuple[Tree, dict[tuple, Array]]:
         """Return the updates of "embed_head" or "layers", and leaves of the next state by path.
 
         The optimizer gets the whole tree, which masks need, with zeros for the other part. sizes:
@@ -151,32 +142,31 @@ class LayerOptimizer:
         # 1. the author's trees: gradients, state and parameters
         is_of = lambda path: parameter_of(path)[:1] in ((), (part,))  # noqa: E731
         shapes = jax.eval_shape(self.optimizer.init, self.one_layer)
-        templates = self.one_layer, shapes, self.one_layer
-        pairs = zip(templates, (grads, state, params), strict=True)
-        pick = lambda tree: {path: a for path, a in flat(tree) if is_of(path)}  # noqa: E731
+        pairs = zip((self.one_layer, shapes, self.one_layer), (grads, state, params), strict=True)
+        pick = lambda tree: {path: a for path, a in jax.tree.leaves_with_path(tree) if is_of(path)}  # noqa: E731
         given = [with_leaves(zeros_of(template), pick(tree)) for template, tree in pairs]
         update = optax.with_extra_args_support(self.optimizer).update
 
         # 2. the update of one layer, then of all: lists of leaves, in the order of paths
         is_owned = is_layer if part == "layers" else lambda _: False
-        owned = [[path for path, _ in flat(tree) if is_owned(path)] for tree in given]
-        paths = [path for path, _ in flat(shapes) if is_of(path)]
+        flat = [jax.tree.leaves_with_path(tree) for tree in given]
+        owned = [[path for path, _ in leaves if is_owned(path)] for leaves in flat]
+        paths = [path for path, _ in jax.tree.leaves_with_path(shapes) if is_of(path)]
 
-        def of_one(layer: Sequence[list[jax.Array]]) -> tuple[list, list]:
+        def of_one(layer: Sequence[list[Array]]) -> tuple[list, list]:
             own = (dict(zip(*each, strict=True)) for each in zip(owned, layer, strict=True))
             trees = (with_leaves(tree, leaves) for tree, leaves in zip(given, own, strict=True))
             found: tuple[Any, Any] = update(*trees, norm=norm)
-            updates, after = found
-            return jax.tree.leaves(updates[part]), [*pick(after).values()]
+            return jax.tree.leaves(found[0][part]), [*pick(found[1]).values()]
 
-        layers = [[a for path, a in flat(tree) if is_owned(path)] for tree in given]
+        layers = [[a for path, a in leaves if is_owned(path)] for leaves in flat]
         run = self._by_layer(of_one, sizes) if part == "layers" else of_one
         updates, found = run(layers)
         leaves = dict(zip(paths, found, strict=True))
         if part == "layers":  # a shared number is equal in all layers: take one
             leaves = {p: a if is_layer(p) else a[(0,) * len(sizes)] for p, a in leaves.items()}
         # 3. the updates in the tree of gradients
-        updated = [path for path, _ in flat(self.one_layer[part])]
+        updated = [path for path, _ in jax.tree.leaves_with_path(self.one_layer[part])]
         return with_leaves(grads[part], dict(zip(updated, updates, strict=True))), leaves
 
     def _by_layer(self, run: Callable, sizes: Sequence[int]) -> Callable:
@@ -198,12 +188,7 @@ def one_layer_of(stack: Stack) -> Tree:
 
 
 def _with_one_layer(params: Tree) -> Tree:
-    return {
-        **params,
-        "layers": jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"]
-        ),
-    }
+    return {**params, "layers": shapes_like(params["layers"], first=1)}
 
 
 def update_flops(optimizer: optax.GradientTransformation, one_layer: Tree) -> int:
@@ -215,14 +200,9 @@ def update_flops(optimizer: optax.GradientTransformation, one_layer: Tree) -> in
 
 
 def check_optimizer(
-    optimizer: optax.GradientTransformation,
-    params: Tree,
-    check: Callable[[optax.GradientTransformation, Tree], Any] = check_separate,
+    optimizer: optax.GradientTransformation, params: Tree, check: Callable = check_separate
 ) -> None:
-    """Raise ConfigError if the update of a parameter depends on other parameters, or fails.
-
-    check: raises Mixing if an update depends on other parameters.
-    """
+    """Raise ConfigError if `check` finds that updates depend on other parameters, or fails."""
     try:
         check(optimizer, params)
         both = skips(optimizer, params) and has_state(optimizer, params, optax.ZeroNansState)
@@ -252,7 +232,7 @@ def skipping(optimizer: optax.GradientTransformation) -> SkipsNonFinite:
     inner = optax.with_extra_args_support(optimizer)
 
     def update(
-        updates: Tree, state: Tree, params: Tree = None, *, norm: jax.Array, **others: Any
+        updates: Tree, state: Tree, params: Tree = None, *, norm: Array, **others: Any
     ) -> tuple[Tree, Tree]:
         updates, after = inner.update(updates, state, params, norm=norm, **others)
         chosen = lambda new, old: jnp.where(jnp.isfinite(norm), new, old)  # noqa: E731
@@ -264,8 +244,8 @@ def skipping(optimizer: optax.GradientTransformation) -> SkipsNonFinite:
 
 def skips(optimizer: optax.GradientTransformation, params: Tree) -> bool:
     """Return whether the optimizer changes nothing if a gradient is not finite."""
-    has_counters = has_state(optimizer, params, optax.ApplyIfFiniteState)
-    return has_counters or isinstance(optimizer, SkipsNonFinite)
+    is_of_optax = has_state(optimizer, params, optax.ApplyIfFiniteState)
+    return is_of_optax or isinstance(optimizer, SkipsNonFinite)
 
 
 def has_rule(optimizer: optax.GradientTransformation, params: Tree) -> bool:
@@ -273,23 +253,14 @@ def has_rule(optimizer: optax.GradientTransformation, params: Tree) -> bool:
     return skips(optimizer, params) or has_state(optimizer, params, optax.ZeroNansState)
 
 
-def poisoned(grads: Tree, norm: jax.Array) -> Tree:
+def poisoned(grads: Tree, norm: Array) -> Tree:
     """Return gradients for `optax.apply_if_finite`: NaN if the norm is not finite."""
     return jax.tree.map(lambda g: jnp.where(jnp.isfinite(norm), g, jnp.nan), grads)
 
 
-def flat(tree: Tree) -> list[tuple[Any, Any]]:
-    return jax.tree_util.tree_leaves_with_path(tree)
-
-
-def axes_of(state: Tree) -> Tree:
-    """Return the axis of layers in each leaf of a state: 0 for layers, None for other leaves."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: 0 if is_layer(path) else None, state)
-
-
 def with_leaves(tree: Tree, leaves: Mapping[tuple, Any]) -> Tree:
     """Return a tree with some leaves replaced: leaves by path."""
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: leaves.get(path, leaf), tree)
+    return jax.tree.map_with_path(lambda path, leaf: leaves.get(path, leaf), tree)
 
 
 def zeros_of(tree: Tree) -> Tree:

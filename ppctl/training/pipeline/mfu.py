@@ -58,8 +58,7 @@ def model_flops(job: TrainingJob) -> ModelFlops:
     if isinstance(model, Transformer):
         plain = replace(model, attention="xla", moe=replace(model.moe, kernel="ragged_dot"))
         if plain != model:
-            lora = lora_of(job.config.optim)
-            stack = make_stack(plain, job.data, pipe.dtype, None, lora=lora)
+            stack = make_stack(plain, job.data, pipe.dtype, None, lora=lora_of(job.config.optim))
         num_examples, num_tokens = pipe.batch_shapes["inputs"].shape
         causal = (Scoring(window=window).num_pairs(num_tokens) for window in model.windows)
         pairs = sum(num_tokens**2 - num_pairs for num_pairs in causal)
@@ -72,10 +71,7 @@ def model_flops(job: TrainingJob) -> ModelFlops:
 
 
 @lru_cache(64)
-def _step_flops(
-    stack: Stack, _trained: tuple[bool, ...], shapes: tuple, treedef: Any, dtype: Any
-) -> int:
+def _step_flops(stack: Stack, _trained: tuple, shapes: tuple, treedef: Any, dtype: Any) -> int:
     """Return the matmul FLOPs of a step. Stacks compare without the flags of trained parameters."""
     loss_and_grads = reference(stack, num_microbatches=1, remat="none", unroll=0, dtype=dtype)
-    batch = jax.tree.unflatten(treedef, shapes)
-    return matmul_flops(loss_and_grads, stack.param_shapes, batch)
+    return matmul_flops(loss_and_grads, stack.param_shapes, jax.tree.unflatten(treedef, shapes))

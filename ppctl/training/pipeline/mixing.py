@@ -21,6 +21,7 @@ from ppctl.model.stack import Stack, init, num_examples
 from ppctl.training.pipeline.user_code import call_user_code
 
 Tree = Any
+Batch = Mapping[str, np.ndarray]
 NUM_TRIED = 4  # examples in the check
 NEW_PLACES = (1, 2, 3, 0)  # new order: no example keeps its place in its half
 MOST_BYTES = 2**30  # bytes of parameters: larger models are not checked, as one device holds all
@@ -29,9 +30,7 @@ NOISE = 0.05
 TOLERANCE = {"float64": 1e-8, "float32": 1e-4, "bfloat16": 5e-3}  # relative rounding of the loss
 
 
-def refuse_mixing(
-    name: str, stack: Stack, batch: Mapping[str, np.ndarray], dtype: jnp.dtype
-) -> str | None:
+def refuse_mixing(name: str, stack: Stack, batch: Batch, dtype: jnp.dtype) -> str | None:
     """Raise ConfigError if a model mixes examples; return a note if it could not be checked.
 
     name: the model's name in messages. batch: an even number of examples, at most NUM_TRIED. dtype:
@@ -43,11 +42,8 @@ def refuse_mixing(
         return f"{name} was not checked for mixing examples: their loss is {whole:g}."
     if abs(whole - halved) <= TOLERANCE[str(dtype)] * max(abs(whole), abs(halved)):
         return None
-    number, meant = (
-        num_examples(batch["inputs"]),
-        "mixes_examples=True of the Network or StackOptions",
-    )
-    meant = setting("model.mixes_examples", "true", meant)
+    number, argument = num_examples(batch["inputs"]), "mixes_examples=True of the Network"
+    meant = setting("model.mixes_examples", "true", f"{argument} or StackOptions")
     raise ConfigError(
         f"{name} mixes the examples of a batch: the mean loss of {number} examples is "
         f"{whole:.7g}, but {halved:.7g} in two microbatches and another order, so microbatches "
@@ -57,30 +53,23 @@ def refuse_mixing(
     )
 
 
-def few_examples(
-    batch: Mapping[str, Any], shapes: Mapping[str, jax.ShapeDtypeStruct]
-) -> dict[str, np.ndarray]:
+def few_examples(batch: Mapping[str, Any], shapes: Mapping[str, Tree]) -> dict[str, np.ndarray]:
     """Return the first examples of a batch; made-up ones if it has shapes or remote arrays."""
     number = min(NUM_TRIED, num_examples(shapes["inputs"]) // 2 * 2)
-    batch = {name: batch[name] for name in shapes}
+    shapes, batch = dict(shapes), {name: batch[name] for name in shapes}
     arrays = jax.tree.leaves(batch)
     if all(isinstance(a, np.ndarray) or getattr(a, "is_fully_addressable", False) for a in arrays):
-        return jax.tree.map(
-            lambda a, shape: np.asarray(a[:number], shape.dtype), batch, dict(shapes)
-        )
-    return jax.tree.map(lambda a: _made_up((number, *a.shape[1:]), a.dtype), dict(shapes))
+        return jax.tree.map(lambda a, shape: np.asarray(a[:number], shape.dtype), batch, shapes)
+
+    def made_up(a: jax.ShapeDtypeStruct) -> np.ndarray:  # a sine wave; of integers 0 and 1: ids
+        places = np.arange(number * math.prod(a.shape[1:])).reshape(number, *a.shape[1:])
+        is_floating = jnp.issubdtype(a.dtype, jnp.floating)
+        return (np.sin(1.7 * places) if is_floating else places * places // 3 % 2).astype(a.dtype)
+
+    return jax.tree.map(made_up, shapes)
 
 
-def _made_up(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return made-up values: a sine wave, or for integers a pattern of 0 and 1 (valid ids)."""
-    places = np.arange(math.prod(shape)).reshape(shape)
-    is_floating = jnp.issubdtype(dtype, jnp.floating)
-    return (np.sin(1.7 * places) if is_floating else places * places // 3 % 2).astype(dtype)
-
-
-def _mean_losses(
-    stack: Stack, batch: Mapping[str, np.ndarray], dtype: jnp.dtype
-) -> tuple[float, float]:
+def _mean_losses(stack: Stack, batch: Batch, dtype: jnp.dtype) -> tuple[float, float]:
     """Return the mean loss of a batch as a whole, and in two halves in another order."""
     number = num_examples(batch["inputs"])
     order = [place for place in NEW_PLACES if place < number]

@@ -17,23 +17,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 from jax.sharding import PartitionSpec as P
 
+from ppctl.executors.outer_layers import is_none
 from ppctl.executors.parameter_layout import Layout, gather_shards, own_shards
 from ppctl.executors.stage.layer_programs import FlatPacking
 from ppctl.executors.stage.network_parameters import MULTIPLE, NetworkParameters
 from ppctl.model.layer_reports import Updates
-from ppctl.training.pipeline.layer_optimizers import (
-    LayerOptimizer,
-    check_optimizer,
-    has_rule,
-    poisoned,
-    skips,
-    zeros_of,
-)
+from ppctl.training.pipeline import layer_optimizers as by_layer
 from ppctl.training.pipeline.update_formulas import Place, places_in, update_formulas
 
 Tree = Any
+Slots = np.ndarray | None  # the layer in each slot [V, P, K], -1 for padding
 Shape = jax.ShapeDtypeStruct
 Leaves = dict[int, Any]  # number -> parameter, or leaf of optax's state
 
@@ -43,14 +39,14 @@ def network_optimizer(
     network: NetworkParameters,
     params: Tree,
     layout: Layout,
-) -> NetworkOptimizer | LayerOptimizer:
+) -> NetworkOptimizer | by_layer.LayerOptimizer:
     """Return the optimizer of a network's trained parameters; params: shapes in natural order."""
     by_name = NetworkOptimizer(optimizer, network, layout)
     formulas = update_formulas(optimizer, by_name.form.shapes)
     if not all(formula.is_elementwise for formula in formulas):
         return by_name
     try:
-        on_packed = LayerOptimizer(optimizer, params, layout)
+        on_packed = by_layer.LayerOptimizer(optimizer, params, layout)
         stored = update_formulas(optimizer, on_packed.one_layer)
     except Exception:  # such as a mask that fits only the author's tree
         return by_name
@@ -74,7 +70,7 @@ class NetworkOptimizer:
     updates: Updates = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_optimizer(self.optimizer, self.form.shapes, update_formulas)
+        by_layer.check_optimizer(self.optimizer, self.form.shapes, update_formulas)
 
     @cached_property
     def form(self) -> NetworkState:
@@ -82,11 +78,11 @@ class NetworkOptimizer:
 
     @property
     def guards_finite(self) -> bool:
-        return has_rule(self.optimizer, self.form.shapes)
+        return by_layer.has_rule(self.optimizer, self.form.shapes)
 
     @property
     def skips_nonfinite(self) -> bool:
-        return skips(self.optimizer, self.form.shapes)
+        return by_layer.skips(self.optimizer, self.form.shapes)
 
     # init and update
 
@@ -99,16 +95,10 @@ class NetworkOptimizer:
         return self.form.stored(state, jax.tree.map(lambda *a: jnp.stack(a), *packed))
 
     def update(
-        self,
-        grads: Tree,
-        state: Tree,
-        params: Tree,
-        *,
-        norm: jax.Array,
-        layer_in_slot: np.ndarray | None = None,
+        self, grads: Tree, state: Tree, params: Tree, *, norm: Array, layer_in_slot: Slots = None
     ) -> tuple[Tree, Tree]:
         """Return (updates, next state), staged."""
-        grads = poisoned(grads, norm) if self.skips_nonfinite else grads
+        grads = by_layer.poisoned(grads, norm) if self.skips_nonfinite else grads
         # 1. embedding and head; for one rank (mpmd) also its layers
         numbers = np.full((1, 1, 1), -1) if layer_in_slot is None else layer_in_slot
         updates, found = self._updated(numbers, grads, state, params, norm)
@@ -127,11 +117,8 @@ class NetworkOptimizer:
         state = self.form.stored(found, layers[1]) | {"shared": shared}
         return {"embed_head": outer, "layers": layers[0]}, state
 
-    def _of_ranks(self, grads: Tree, state: Tree, params: Tree, norm: jax.Array) -> tuple:
-        """Return (updates of layers, their state, shared numbers); each rank updates its layers.
-
-        A device gathers the layers of its rank over fsdp and keeps its shard of the results.
-        """
+    def _of_ranks(self, grads: Tree, state: Tree, params: Tree, norm: Array) -> tuple:
+        """Return (updates of layers, their state, shared numbers); each rank updates its layers."""
         # 1. the staged layers and their specs
         trees = {"grads": grads, "state": state, "params": params}
         given = {name: tree["layers"] for name, tree in trees.items()}
@@ -140,31 +127,26 @@ class NetworkOptimizer:
         slots = self.layout.placement.layer_in_slot
 
         # 2. the update of one rank, on whole arrays
-        def of_rank(rank: int, given: Tree, shared: Tree, norm: jax.Array) -> tuple:
+        def of_rank(rank: int, given: Tree, shared: Tree, norm: Array) -> tuple:
             trees = {name: {"embed_head": {}, "layers": a} for name, a in given.items()}
             trees["state"] |= {"shared": shared}
             numbers = slots[:, rank : rank + 1]
             updates, found = self._updated(numbers, **trees, norm=norm)
             return *self._packed(numbers, updates, found), self.form.shared(found)
 
-        # 3. each device runs the update of its rank
-        def local(given: Tree, shared: Tree, norm: jax.Array) -> tuple:
+        # 3. each device runs the update of its rank, and keeps its shard of the results
+        def local(given: Tree, shared: Tree, norm: Array) -> tuple:
             branches = [partial(of_rank, rank) for rank in range(slots.shape[1])]
             whole = gather_shards(given, specs)
             *found, shared = jax.lax.switch(jax.lax.axis_index("pp"), branches, whole, shared, norm)
             return *own_shards(tuple(found), out_specs[:2]), shared
 
-        run = jax.shard_map(
-            local,
-            mesh=self.layout.mesh,
-            in_specs=(specs, P(), P()),
-            out_specs=out_specs,
-            check_vma=False,
-        )
+        over, in_specs = partial(jax.shard_map, mesh=self.layout.mesh), (specs, P(), P())
+        run = over(local, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return run(given, state["shared"], norm)
 
     def _updated(
-        self, numbers: np.ndarray, grads: Tree, state: Tree, params: Tree, norm: jax.Array
+        self, numbers: np.ndarray, grads: Tree, state: Tree, params: Tree, norm: Array
     ) -> tuple[Leaves, Leaves]:
         """Return (updates, next state) by leaf, of embedding, head and the layers in `numbers`.
 
@@ -174,27 +156,23 @@ class NetworkOptimizer:
         indices = {int(l): index for index, l in np.ndenumerate(numbers) if l >= 0}
         g, p = self.form.params(grads, indices), self.form.params(params, indices)
         s = self.form.unpacked(state, indices)
-        zeros = dict(enumerate(jax.tree.leaves(zeros_of(self.form.shapes), is_leaf=_is_none)))
-        leaves, treedef = jax.tree.flatten(zeros_of(self.form.state))
+        params_zeros = by_layer.zeros_of(self.form.shapes)
+        zeros = dict(enumerate(jax.tree.leaves(params_zeros, is_leaf=is_none)))
+        leaves, treedef = jax.tree.flatten(by_layer.zeros_of(self.form.state))
         given = jax.tree.unflatten(treedef, [s.get(j, zero) for j, zero in enumerate(leaves)])
         update = optax.with_extra_args_support(self.optimizer).update
         tree = self.form.tree
         updates, after = update(tree(zeros | g), given, tree(zeros | p), norm=norm)
-        of_all, next_state = jax.tree.leaves(updates, is_leaf=_is_none), jax.tree.leaves(after)
+        of_all, next_state = jax.tree.leaves(updates, is_leaf=is_none), jax.tree.leaves(after)
         return {i: of_all[i] for i in g}, {j: next_state[j] for j in s}
 
     def _packed(self, numbers: np.ndarray, updates: Leaves, state: Leaves) -> tuple[Tree, Tree]:
-        """Return packed (updates of layers, their state) of a rank, [V, 1, K, ...].
-
-        numbers: the layer in each slot [V, 1, K], -1 for padding.
-        """
-        layers = {
-            int(l): (self.network.packed_layer(int(l), updates), self.form.pack(int(l), state))
-            for l in numbers.ravel()
-            if l >= 0
-        }
-        padding = jax.tree.map(jnp.zeros_like, next(iter(layers.values())))
-        in_order = [layers.get(int(l), padding) for l in numbers.ravel()]
+        """Return packed (updates of layers, their state) of a rank, [V, 1, K, ...]."""
+        slots, packed = numbers.ravel().tolist(), self.network.packed_layer
+        held = [l for l in slots if l >= 0]
+        layers = {l: (packed(l, updates), self.form.pack(l, state)) for l in held}
+        padding = jax.tree.map(jnp.zeros_like, layers[held[0]])
+        in_order = [layers.get(l, padding) for l in slots]
         return jax.tree.map(lambda *a: jnp.stack(a).reshape(*numbers.shape, *a[0].shape), *in_order)
 
 
@@ -255,8 +233,8 @@ class NetworkState:
     @cached_property
     def _members(self) -> dict[int | None, dict[int, Shape]]:
         """The leaves of optax's state by layer; key None: those of embedding and head."""
-        members: dict[int | None, dict[int, Shape]] = {None: {}}
-        members |= {l: {} for l in range(self.network.num_layers)}
+        layers = None, *range(self.network.num_layers)
+        members: dict[int | None, dict[int, Shape]] = {l: {} for l in layers}
         for j, (place, a) in enumerate(zip(self.places, jax.tree.leaves(self.state), strict=True)):
             if place.owner is not None:
                 members[self.network.places[place.owner]][j] = a
@@ -267,11 +245,10 @@ class NetworkState:
         """The packing of a layer's state, padded to lengths that can be sharded."""
         layers = range(self.network.num_layers)
         longest = FlatPacking([[*self._members[l].values()] for l in layers]).shapes
-        lengths = (-(-a.size // MULTIPLE) * MULTIPLE for a in longest)
-        shapes = zip(lengths, longest, strict=True)
-        return FlatPacking([[Shape((length,), a.dtype) for length, a in shapes]])
+        padded = [Shape((-(-a.size // MULTIPLE) * MULTIPLE,), a.dtype) for a in longest]
+        return FlatPacking([padded])
 
-    def pack(self, l: int, state: Leaves) -> list[jax.Array]:
+    def pack(self, l: int, state: Leaves) -> list[Array]:
         leaves = (state[j].astype(a.dtype) for j, a in self._members[l].items())
         return self._packing.pack([*leaves])
 
@@ -306,14 +283,10 @@ class NetworkState:
             embed_head.setdefault(name, {group: {}})[group][slot] = state.get(j)
         return {"shared": self.shared(state), "embed_head": embed_head, "layers": layers}
 
-    def shared(self, state: Leaves) -> dict[str, jax.Array]:
+    def shared(self, state: Leaves) -> dict[str, Array]:
         return {p.slot: state[j] for j, p in enumerate(self.places) if p.owner is None}
 
 
 def _at(tree: Tree, index: tuple) -> Tree:
     """Return one layer of stacked layers."""
     return jax.tree.map(lambda a: a[index], tree)
-
-
-def _is_none(leaf: Any) -> bool:
-    return leaf is None

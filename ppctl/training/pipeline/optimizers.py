@@ -1,6 +1,6 @@
 """Train steps with optax optimizers, clipping by the global norm, and learning-rate schedules."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -8,23 +8,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
+from optax.contrib import MuonDimensionNumbers
+from optax.contrib import muon as matrices_by_muon
 
-from ppctl.executors.parameter_layout import with_layers
+from ppctl import config as settings
+from ppctl.config.groups.optim_settings import Adafactor, Lion
+from ppctl.errors import ConfigError
+from ppctl.executors.parameter_layout import names_of, with_layers
 from ppctl.executors.stage.ordered_loops import ordered
-from ppctl.model.layer_reports import (
-    COUNTS,
-    Updates,
-    counted_part,
-    counts_by_name,
-    with_updated,
-    without_counted,
-)
+from ppctl.model import layer_reports as reports
 from ppctl.model.random_keys import with_example_keys
 from ppctl.model.stack import NO_DECAY, Stack, init
 from ppctl.model.trainable_parameters import trained_part, with_trained
-from ppctl.training.pipeline.layer_optimizers import STAGED, LayerOptimizer, SkipsNonFinite
+from ppctl.training.pipeline import layer_optimizers as by_layer
 from ppctl.training.pipeline.network_optimizers import NetworkOptimizer
-from ppctl.training.pipeline.update_formulas import names_of
+from ppctl.training.pipeline.user_code import custom_optimizer
 
 
 def learning_rates(
@@ -64,7 +63,7 @@ def decays(params: Any) -> Any:
 
     params: the author's tree, as a `ModelOptimizer` passes it to optimizers.
     """
-    return jax.tree_util.tree_map_with_path(
+    return jax.tree.map_with_path(
         lambda path, a: a.ndim > 1 and names_of(path[-1:])[0] not in NO_DECAY, params
     )
 
@@ -81,14 +80,15 @@ def clipped(
     """
     clip = optax.identity() if max_norm is None else clip_by_norm(max_norm)
     both = optax.chain(clip, optimizer)
-    return SkipsNonFinite(*both) if isinstance(optimizer, SkipsNonFinite) else both
+    skips = isinstance(optimizer, by_layer.SkipsNonFinite)
+    return by_layer.SkipsNonFinite(*both) if skips else both
 
 
 def clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
     """Return optax.clip_by_global_norm with a given norm: g / max(1, norm / max_norm)."""
 
     def update(
-        updates: Any, state: Any, params: Any = None, *, norm: jax.Array, **_: Any
+        updates: Any, state: Any, params: Any = None, *, norm: Array, **_: Any
     ) -> tuple[Any, Any]:
         del params
         clipped = lambda g: jnp.where(norm < max_norm, g, g / norm.astype(g.dtype) * max_norm)  # noqa: E731
@@ -98,39 +98,39 @@ def clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)  # pyright: ignore[reportArgumentType]
 
 
-def global_norm(tree: Any) -> jax.Array:
+def global_norm(tree: Any) -> Array:
     """Return the 2-norm of all leaves together, in at least float32."""
     return jnp.sqrt(sum_of_squares(tree))
 
 
-def sum_of_squares(tree: Any) -> jax.Array:
+def sum_of_squares(tree: Any) -> Array:
     """Return the sum of squares of all entries of all leaves, in at least float32."""
     wide = (a.astype(jnp.promote_types(a.dtype, jnp.float32)) for a in jax.tree.leaves(tree))
     return sum((jnp.sum(jnp.square(a)) for a in wide), start=jnp.zeros((), jnp.float32))
 
 
 Tree = Any
-ModelOptimizer = LayerOptimizer | NetworkOptimizer
+ModelOptimizer = by_layer.LayerOptimizer | NetworkOptimizer
 Optimizer = optax.GradientTransformation | ModelOptimizer
 # (params, batch) -> (losses by name, gradients)
-LossAndGrads = Callable[[Tree, Tree], tuple[dict[str, jax.Array], Tree]]
+LossAndGrads = Callable[[Tree, Tree], tuple[dict[str, Array], Tree]]
 
 
-def counted_by(optimizer: Optimizer) -> Updates:
-    """Return `StackOptions.updates`: functions that update the counted parameters, by name.
-
-    Counted parameters are updated from reported counts, not by the optimizer. {} for a plain optax
-    optimizer.
-    """
+def counted_by(optimizer: Optimizer) -> reports.Updates:
+    """Return `StackOptions.updates`, for parameters updated from counts; {} for a plain one."""
     return {} if isinstance(optimizer, optax.GradientTransformation) else optimizer.updates
 
 
-def counts_of(optimizer: Optimizer, grads: Tree) -> dict[str, dict[str, jax.Array]]:
+def counts_of(optimizer: Optimizer, grads: Tree) -> dict[str, dict[str, Array]]:
     """Return {"counts": {name: counts [L, ...] in model order}} of staged gradients, or {}."""
     updates = counted_by(optimizer)
     if not updates or isinstance(optimizer, optax.GradientTransformation):
         return {}
-    return {COUNTS: counts_by_name(optimizer.layout.to_natural(counted_part(grads, updates)))}
+    return {
+        reports.COUNTS: reports.counts_by_name(
+            optimizer.layout.to_natural(reports.counted_part(grads, updates))
+        )
+    }
 
 
 def init_state(params: Tree, optimizer: Optimizer, trainable: Tree = True) -> Tree:
@@ -168,7 +168,7 @@ def train_step(
     optimizer: Optimizer,
     lr_schedule: optax.Schedule | None = None,
     num_dims: int = 1,
-) -> Callable[..., tuple[Tree, dict[str, jax.Array]]]:
+) -> Callable[..., tuple[Tree, dict[str, Array]]]:
     """Return the function (state, batch) -> (next state, metrics).
 
     batch, num_dims: as in `with_example_keys`. metrics: "loss"; attached losses; "grad_norm", the
@@ -176,10 +176,10 @@ def train_step(
     parameters.
     """
 
-    def step(state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
+    def step(state: Tree, batch: Tree) -> tuple[Tree, dict[str, Array]]:
         batch = with_example_keys(batch, state["step"], num_dims)
         losses, grads = loss_and_grads(state["params"], batch)
-        norm = global_norm(without_counted(grads, counted_by(optimizer)))
+        norm = global_norm(reports.without_counted(grads, counted_by(optimizer)))
         metrics: dict[str, Any] = losses | {"grad_norm": norm} | counts_of(optimizer, grads)
         if lr_schedule is not None:
             metrics["lr"] = lr_schedule(state["step"])
@@ -197,12 +197,7 @@ def _waits(optimizer: Optimizer) -> bool:
 
 
 def apply_gradients(
-    optimizer: Optimizer,
-    state: Tree,
-    grads: Tree,
-    norm: jax.Array,
-    after: Tree = None,
-    **of_rank: Any,
+    optimizer: Optimizer, state: Tree, grads: Tree, norm: Array, after: Tree = None, **of_rank: Any
 ) -> Tree:
     """Return the next state of a model or of one rank; gradients are None for frozen parameters.
 
@@ -211,18 +206,87 @@ def apply_gradients(
     """
     # 1. the optimizer's parameters
     counted = counted_by(optimizer)
-    reported, grads = grads, without_counted(grads, counted)
+    reported, grads = grads, reports.without_counted(grads, counted)
     is_plain = isinstance(optimizer, optax.GradientTransformation)
     update: Any = (optax.with_extra_args_support(optimizer) if is_plain else optimizer).update
     trained = jax.tree.map(lambda p, g: None if g is None else p, state["params"], grads)
-    run = lambda grads, held, params, norm: update(grads, held, params, norm=norm, **of_rank)  # noqa: E731
+
+    def run(grads: Tree, held: Tree, params: Tree, norm: Array) -> tuple[Tree, Tree]:
+        return update(grads, held, params, norm=norm, **of_rank)
+
     given = grads, state["optimizer"], trained, norm
     updates, optimizer_state = ordered(run, after, *given) if _waits(optimizer) else run(*given)
     params = with_trained(optax.apply_updates(trained, updates), state["params"])
     # 2. the counted parameters, which a skipped step leaves unchanged, too
-    is_guarded = not isinstance(optimizer, optax.GradientTransformation) and (
-        optimizer.skips_nonfinite
-    )
-    is_applied = jnp.isfinite(norm) if counted and is_guarded else True
-    params = with_updated(params, reported, counted, STAGED, is_applied=is_applied)
+    is_guarded = not is_plain and counted and optimizer.skips_nonfinite
+    is_applied = jnp.isfinite(norm) if is_guarded else True
+    params = reports.with_updated(params, reported, counted, by_layer.STAGED, is_applied=is_applied)
     return {"params": params, "optimizer": optimizer_state, "step": state["step"] + 1}
+
+
+RATES = ("lr", "min_lr_fraction", "warmup_steps", "lr_schedule", "decay_fraction")
+NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)  # coefficients: Jordan et al. 2024
+MATRIX = MuonDimensionNumbers(-2, -1)  # last dims: inputs, outputs; a dim of experts precedes them
+
+
+def make_optimizer(
+    optim: settings.AnyOptim, num_steps: int, stack: Stack | None = None, on_nonfinite: str = "stop"
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """Return the optimizer of these settings, without clipping, and its learning-rate schedule.
+
+    stack: the model to train. on_nonfinite: with skip, gradients that are not finite change
+    nothing, not even the update count, so the learning rate stays. The state is the same with stop
+    and with skip, so a run can change from one to the other. ConfigError for Muon with a
+    `Network`, or if the user's function fails.
+    """
+    rates = rates_of(vars(optim), num_steps)
+    network = None if stack is None else stack.options.network
+    if isinstance(optim, settings.Muon) and network is not None:
+        raise ConfigError(
+            "optim=muon updates matrices of layers only, but a Network does not state which "
+            "matrices are in layers. Use optim=custom with a function that does, or optim=adamw."
+        )
+    made = MAKERS[type(optim)](optim, rates)
+    return (by_layer.skipping(made) if on_nonfinite == "skip" else made), rates
+
+
+def rates_of(optim: Mapping[str, Any], num_steps: int) -> optax.Schedule:
+    """Return the learning-rate schedule of an optimizer; optim: its settings by name."""
+    return learning_rates(num_steps=num_steps, **{name: optim[name] for name in RATES})
+
+
+def _adamw(of: settings.AdamW, rates: optax.Schedule) -> optax.GradientTransformation:
+    return adamw(rates, of.b1, of.b2, of.eps, weight_decay=of.weight_decay)
+
+
+def _muon(of: settings.Muon, rates: optax.Schedule) -> optax.GradientTransformation:
+    """Return Muon for the matrices of layers, with AdamW for all other parameters."""
+    matrices = matrices_by_muon(
+        rates,
+        ns_coeffs=(NEWTON_SCHULZ,) * 5,  # one per iteration: on CPUs twice as fast as unrolled
+        beta=of.momentum,
+        weight_decay=of.weight_decay,
+        consistent_rms=of.update_rms,
+        muon_weight_dimension_numbers=lambda params: jax.tree.map(lambda _: MATRIX, params),
+    )
+
+    def kind(path: tuple, a: Array) -> str:
+        return "muon" if a.ndim > 1 and names_of(path[:1]) == ("layers",) else "adamw"
+
+    kinds = partial(jax.tree.map_with_path, kind)
+    return optax.partition({"muon": matrices, "adamw": _adamw(of, rates)}, kinds)
+
+
+MAKERS: dict[type, Callable[[Any, optax.Schedule], optax.GradientTransformation]] = {
+    settings.AdamW: _adamw,
+    settings.SGD: lambda of, rates: optax.sgd(rates, of.momentum),
+    Lion: lambda of, rates: optax.lion(
+        rates, of.b1, of.b2, weight_decay=of.weight_decay, mask=decays
+    ),
+    Adafactor: lambda of, rates: optax.adafactor(rates),
+    settings.Lamb: lambda of, rates: optax.lamb(
+        rates, of.b1, of.b2, of.eps, weight_decay=of.weight_decay, mask=decays
+    ),
+    settings.Muon: _muon,
+    settings.CustomOptim: lambda of, rates: custom_optimizer(of.target, of.options, rates),
+}

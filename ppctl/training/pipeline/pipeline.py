@@ -1,7 +1,7 @@
 """`Pipeline`: a model on a mesh that trains and evaluates, for commands and scripts."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -28,14 +28,12 @@ from ppctl.schedule.scheduled_step import ScheduledStep
 from ppctl.schedule.tick_lowering import Ticks
 from ppctl.training.pipeline.call_checks import StateChecks, check_natural, on_host, whole_number
 from ppctl.training.pipeline.engines.make_engine import Engine
-from ppctl.training.pipeline.engines.step_memory import Footprint
-from ppctl.training.pipeline.engines.step_programs import StepPrograms
+from ppctl.training.pipeline.engines.step_programs import Footprint, StepPrograms
 from ppctl.training.pipeline.engines.train_states import States, shardings_of
 from ppctl.training.pipeline.execution import Execution
 from ppctl.training.pipeline.mixing import MOST_BYTES, few_examples, refuse_mixing
 from ppctl.training.pipeline.optimizers import ModelOptimizer
-from ppctl.training.pipeline.unpipelined.head_metrics import Metric
-from ppctl.training.pipeline.unpipelined.whole_model import WholeModel, of_author
+from ppctl.training.pipeline.whole_model import Metric, WholeModel, of_author
 
 Tree = Any
 
@@ -205,7 +203,7 @@ class Pipeline:
         Raises:
             ConfigError: Apart from the number of examples, the arrays do not fit the pipeline.
         """
-        return self._whole.evaluate(*self._of_whole(state, batch, ("inputs", "targets")))
+        return self._whole.evaluate(*self._of_whole(state, batch, "inputs", "targets"))
 
     def predict(self, state: Tree, inputs: Any) -> Tree:
         """Return the model's outputs, such as logits, computed as in `evaluate`.
@@ -221,11 +219,9 @@ class Pipeline:
             ConfigError: The `Stack` has no outputs, or the inputs have other shapes.
         """
         if self.stack.options.outputs is None:
-            raise ConfigError(
-                "The Stack has no outputs, only a loss. Give it outputs=..., a function "
-                "(embed_head, x)."
-            )
-        params, batch = self._of_whole(state, {"inputs": inputs}, ("inputs",))
+            what = "The Stack has no outputs, only a loss"
+            raise ConfigError(f"{what}. Give it outputs=..., a function (embed_head, x).")
+        params, batch = self._of_whole(state, {"inputs": inputs}, "inputs")
         return self._whole.predict(params, batch["inputs"])
 
     def params(self, state: Tree) -> Tree:
@@ -236,9 +232,7 @@ class Pipeline:
         """
         return of_author(self.stack, self.engine.params(self._state_checks.checked(state)))
 
-    def _of_whole(
-        self, state: Tree, batch: Any, names: Sequence[str]
-    ) -> tuple[Tree, dict[str, np.ndarray]]:
+    def _of_whole(self, state: Tree, batch: Any, *names: str) -> tuple[Tree, dict[str, np.ndarray]]:
         """Return (natural parameters, a checked batch of any number of examples on the host)."""
         state = self._state_checks.checked(state)
         if self.stack.options.mixes_examples:
@@ -269,14 +263,9 @@ class Pipeline:
     def check_examples(self, name: str, examples: Mapping[str, Any]) -> str | None:
         """Check that the model does not mix examples; return a note if it cannot be checked.
 
-        No check if the model states `mixes_examples`, or the batch is computed whole.
-
-        Args:
-            name: The model's name in messages.
-            examples: A batch; its first few examples are used.
-
-        Raises:
-            ConfigError: The model mixes examples, so microbatches would train another function.
+        No check if the model states `mixes_examples`, or the batch is computed whole. ConfigError
+        if it mixes examples, so microbatches would train another function. name: the model's name
+        in messages. examples: a batch; its first few examples are used.
         """
         self._done.add("examples")
         if self.stack.options.mixes_examples is not None or self._num_parts == 1:

@@ -17,41 +17,33 @@ from ppctl.executors.stage.jaxpr_flops import RelativeCosts
 from ppctl.executors.stage.traced_network import TracedNetwork, stack_of
 from ppctl.model.network import Network
 from ppctl.model.parallel import WHOLE, StageAxes
-from ppctl.model.stack import DividedStack, Stack, num_examples, over_ranks
+from ppctl.model.stack import DividedStack, Stack, num_examples, over_ranks, shapes_like
+from ppctl.schedule import mesh_axes
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import FamilyWithKnobs, family
 from ppctl.schedule.fused_pairs import with_pairs
 from ppctl.schedule.ir import Schedule
-from ppctl.schedule.mesh_axes import (
-    SHARD_AXES,
-    MeshSizes,
-    axes_dividing,
-    check_batch,
-    check_sequences,
-)
 from ppctl.schedule.partition.partition import Partition, explicit, uniform
 from ppctl.schedule.scheduled_step import ScheduledStep
 from ppctl.schedule.validation import validate
 from ppctl.schedule.vocabulary_parallel import with_vocabulary
-from ppctl.training.pipeline.call_checks import (
-    arrays_of,
-    check_values,
-    named,
-    parameter_dtype,
-    whole_number,
-)
+from ppctl.training.pipeline import call_checks
 from ppctl.training.pipeline.execution import Execution
 
 Tree = Any
+AnyModel = Stack | Network
 AnySchedule = str | FamilyWithKnobs | Schedule
-XLA_AXES = axes_dividing("weights")  # axes that XLA can divide by the sharding of a model
+Shapes = Mapping[str, jax.ShapeDtypeStruct]  # of a global batch
+Knobs = Mapping[str, float]  # settings of a schedule family, by name
+CostsOf = Callable[[], RelativeCosts]
+XLA_AXES = mesh_axes.axes_dividing("weights")  # axes that XLA can divide by the sharding of a model
 
 
 def shapes_of(batch: Tree) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes and dtypes of a global batch. ConfigError if batch sizes differ."""
     shape = lambda a: jax.ShapeDtypeStruct(a.shape, jax.dtypes.canonicalize_dtype(a.dtype))  # noqa: E731
-    shapes = jax.tree.map(shape, arrays_of(batch))
-    sizes = {name: a.shape for name, a in named(shapes).items()}
+    shapes = jax.tree.map(shape, call_checks.arrays_of(batch))
+    sizes = {name: a.shape for name, a in call_checks.named(shapes).items()}
     if len({size[:1] for size in sizes.values()}) > 1 or () in sizes.values():
         text = " and ".join(f"{name} {size}" for name, size in sizes.items())
         raise ConfigError(f"{text} differ in batch size.")
@@ -59,27 +51,22 @@ def shapes_of(batch: Tree) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def schedule_for(
-    schedule: AnySchedule,
-    mesh: Mesh,
-    num_microbatches: int | None,
-    knobs: Mapping[str, float],
-    shapes: Mapping[str, jax.ShapeDtypeStruct],
+    schedule: AnySchedule, mesh: Mesh, num_microbatches: int | None, knobs: Knobs, shapes: Shapes
 ) -> Schedule:
-    """Return the requested schedule, validated. ConfigError if it does not divide the batch.
-
-    knobs: settings of a schedule family, by name. shapes: shapes of a global batch.
-    """
+    """Return the requested schedule, validated. ConfigError if it does not divide the batch."""
     plan = _schedule_for(schedule, mesh.shape["pp"], num_microbatches, knobs)
-    check_batch(num_examples(shapes["inputs"]), plan.num_microbatches, MeshSizes.of(mesh.shape))
+    mesh_axes.check_batch(
+        num_examples(shapes["inputs"]), plan.num_microbatches, mesh_axes.MeshSizes.of(mesh.shape)
+    )
     return plan
 
 
 def _schedule_for(
-    schedule: AnySchedule, num_ranks: int, num_microbatches: int | None, knobs: Mapping[str, float]
+    schedule: AnySchedule, num_ranks: int, num_microbatches: int | None, knobs: Knobs
 ) -> Schedule:
     # 1. build a schedule family, given by name or with settings
     if num_microbatches is not None:
-        num_microbatches = whole_number("num_microbatches", num_microbatches, 1)
+        num_microbatches = call_checks.whole_number("num_microbatches", num_microbatches, 1)
     if isinstance(schedule, str):
         schedule, knobs = family(schedule, **knobs), {}
     if isinstance(schedule, FamilyWithKnobs) and not knobs:
@@ -110,25 +97,21 @@ def _schedule_for(
     return plan
 
 
-def layered_stack(
-    model: Stack | Network, batch: Tree, layers: int | None, dtype: jnp.dtype
-) -> Stack:
+def layered_stack(model: AnyModel, batch: Tree, layers: int | None, dtype: jnp.dtype) -> Stack:
     """Return a model as a stack of layers. ConfigError if it does not accept the batch.
 
     A network is cut at each `stage_boundary`, or into `layers` layers of about equal work.
     """
     shapes = shapes_of(batch)
     if isinstance(model, Stack):
-        check_values(arrays_of(batch), shapes, model)
+        call_checks.check_values(call_checks.arrays_of(batch), shapes, model)
         if layers is not None:
             why = f"layers={layers} cuts a Network, but this Stack has {model.num_layers} layers"
             raise ConfigError(f"{why}. Leave it out.")
         return model
-    layers = None if layers is None else whole_number("layers", layers, 1)
-    inputs = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct((2, *a.shape[1:]), a.dtype), shapes["inputs"]
-    )
-    wide = jnp.promote_types(dtype, parameter_dtype(model))  # dtype of the parameters
+    layers = None if layers is None else call_checks.whole_number("layers", layers, 1)
+    inputs = shapes_like(shapes["inputs"], 2, first=1)
+    wide = jnp.promote_types(dtype, call_checks.parameter_dtype(model))  # dtype of the parameters
     how = {"inputs": inputs, "dtype": wide, "compute": dtype}
     return stack_of(TracedNetwork(model, layers, auto=layers is not None, **how))
 
@@ -146,20 +129,32 @@ def divided_vocabulary(
 
 
 def divided(
-    stack: Stack, execution: Execution, mesh: Mesh, shapes: Mapping[str, jax.ShapeDtypeStruct]
+    stack: Stack, execution: Execution, mesh: Mesh, shapes: Shapes
 ) -> tuple[DividedStack, layout.RankLayout]:
-    """Return (the model on one device, the storage of its parameters)."""
+    """Return (the model on one device, the storage of its parameters).
+
+    ConfigError if XLA cannot divide a model over tp: with spmd, or with gather=layer.
+    """
     axes = execution.axes if execution.engine.is_pipelined else WHOLE
     part = divided_stack(stack, axes, shapes)
     shards, auto = shards_in_stages(stack, part, execution.axes)
-    if auto:
-        check_division_by_xla(execution, mesh)
-    return part, layout.RankLayout(MeshSizes.of(mesh.shape), shards, auto)
+    if auto and execution.engine.in_ticks:
+        raise ConfigError(
+            f"{setting('mesh.tp', mesh.shape['tp'])} divides a model by its PartitionSpecs with "
+            "executor=mpmd only: in the one program of executor=spmd XLA's collectives would "
+            "be in branches that other ranks skip. Use executor=mpmd, or divide the model by "
+            "hand (StackOptions.divided with ppctl.parallel)."
+        )
+    if auto and execution.gathers_by_layer and mesh.shape["fsdp"] > 1:
+        raise ConfigError(
+            f"gather=layer with fsdp={mesh.shape['fsdp']} and tp={mesh.shape['tp']} needs a model "
+            "that divides itself over tp (StackOptions.divided), but XLA divides this one "
+            "(sharding). Use gather=step."
+        )
+    return part, layout.RankLayout(mesh_axes.MeshSizes.of(mesh.shape), shards, auto)
 
 
-def divided_stack(
-    stack: Stack, axes: StageAxes, shapes: Mapping[str, jax.ShapeDtypeStruct]
-) -> DividedStack:
+def divided_stack(stack: Stack, axes: StageAxes, shapes: Shapes) -> DividedStack:
     """Return the model on one device; the whole model if XLA divides it by its `sharding`.
 
     ConfigError if the stages of the model cannot be divided.
@@ -170,9 +165,8 @@ def divided_stack(
     if not is_needed or (options.divided is None and not axes.need_a_model):
         return whole
     # 1. division of the vocabulary over ranks
-    if axes.vocab_parts and (
-        options.divided is None or _divided(options.divided, axes).parts is None
-    ):
+    by_hand = None if options.divided is None else _divided(options.divided, axes)
+    if axes.vocab_parts and (by_hand is None or by_hand.parts is None):
         raise ConfigError(
             f"{setting('schedule.vocab', 'parallel')} divides embedding and head over "
             f"{axes.vocab_parts} ranks by their vocabulary, but this model has no functions for it "
@@ -181,12 +175,12 @@ def divided_stack(
     # 2. division over the axes inside a stage
     ones = " ".join(setting(f"mesh.{name}", 1) for name in axes.divided)
     pp, fsdp = setting("mesh.pp"), setting("mesh.fsdp")
-    if options.divided is None and options.sharding is None:
+    if by_hand is None and options.sharding is None:
         raise ConfigError(
             f"{axes.text} divides stages, but this model does not define how "
             f"(StackOptions.divided, or sharding for tp). Use {ones}, and more of {pp} or {fsdp}."
         )
-    if options.divided is None:
+    if by_hand is None:
         for name in axes.divided.keys() - set(XLA_AXES):
             raise ConfigError(
                 f"{setting(f'mesh.{name}', axes.divided[name])} divides stages, but this model "
@@ -196,26 +190,8 @@ def divided_stack(
             )
         return whole
     sequences = (a.shape for a in jax.tree.leaves(shapes["inputs"]) if len(a.shape) > 1)
-    num_tokens = max((shape[1] for shape in sequences), default=1)
-    check_sequences(axes.cp, num_tokens)
-    return _divided(options.divided, axes)
-
-
-def check_division_by_xla(execution: Execution, mesh: Mesh) -> None:
-    """Raise ConfigError if XLA cannot divide a model over tp: with spmd, or with gather=layer."""
-    if execution.engine.in_ticks:
-        raise ConfigError(
-            f"{setting('mesh.tp', mesh.shape['tp'])} divides a model by its PartitionSpecs with "
-            "executor=mpmd only: in the one program of executor=spmd XLA's collectives would "
-            "be in branches that other ranks skip. Use executor=mpmd, or divide the model by "
-            "hand (StackOptions.divided with ppctl.parallel)."
-        )
-    if execution.gathers_by_layer and mesh.shape["fsdp"] > 1:
-        raise ConfigError(
-            f"gather=layer with fsdp={mesh.shape['fsdp']} and tp={mesh.shape['tp']} needs a model "
-            "that divides itself over tp (StackOptions.divided), but XLA divides this one "
-            "(sharding). Use gather=step."
-        )
+    mesh_axes.check_sequences(axes.cp, max((shape[1] for shape in sequences), default=1))
+    return by_hand
 
 
 def divided_by_xla(stack: Stack, axes: StageAxes) -> tuple[str, ...]:
@@ -231,7 +207,7 @@ def shards_in_stages(
 
     divided: the result of `divided_stack`. ConfigError if the PartitionSpecs do not fit.
     """
-    if axes.parts(("pp", *SHARD_AXES)) == 1:
+    if axes.parts(("pp", *mesh_axes.SHARD_AXES)) == 1:
         return {}, ()
     params, by_xla = stack.param_shapes, divided_by_xla(stack, axes)
     specs = _checked_specs(params, divided.sharding, axes, is_padded=not by_xla)
@@ -253,7 +229,7 @@ def _checked_specs(params: Tree, sharding: Tree, axes: StageAxes, *, is_padded: 
         _check_spec(name, shape, spec)
         if not is_padded:
             _check_size(name, shape, spec, axes)
-    for axis in axes_dividing("weights"):
+    for axis in mesh_axes.axes_dividing("weights"):
         is_named = any(axis in layout.sharded_over(spec) for spec in specs)
         if axes.parts(("pp", axis)) > 1 and not is_named:
             raise ConfigError(
@@ -273,17 +249,12 @@ def _check_size(name: str, shape: tuple[int, ...], spec: P, axes: StageAxes) -> 
     fitting = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0 and n <= 2 * number)
     product = "*".join(setting(f"mesh.{axis}") for axis in names)
     equation = f"is not a multiple of {product}={number} ({size} % {number} = {size % number})"
-    raise ConfigError(
-        f"sharding of {name} is {spec}, but the sharded dim, {size} of {shape}, {equation}. "
-        f"Use {product}={fitting}, or other sizes."
-    )
+    what = f"sharding of {name} is {spec}, but the sharded dim, {size} of {shape}, {equation}"
+    raise ConfigError(f"{what}. Use {product}={fitting}, or other sizes.")
 
 
 def _spread(sharding: Tree, params: Tree) -> list[P]:
-    """Return the spec of each leaf of `params`; one spec, or None, may stand for a subtree.
-
-    ConfigError if the trees differ.
-    """
+    """Return the spec of each leaf of `params`. ConfigError if the trees differ."""
     is_none = lambda a: a is None  # noqa: E731
     spread = lambda spec, part: jax.tree.map(lambda _: P() if spec is None else spec, part)  # noqa: E731
     try:
@@ -305,10 +276,10 @@ def _check_spec(name: str, shape: tuple[int, ...], spec: Any) -> None:
             "P(None, 'tp')."
         )
     names, num_dims = layout.sharded_over(spec), sum(map(bool, spec))
-    if not {*names} <= {*SHARD_AXES} or len({*names}) < len(names) or num_dims > 1:
+    if not {*names} <= {*mesh_axes.SHARD_AXES} or len({*names}) < len(names) or num_dims > 1:
         raise ConfigError(
-            f"sharding of {name} is {spec}; it may have only {' and '.join(SHARD_AXES)}, in one "
-            "dim: ppctl places the other axes. Use a spec such as P(None, 'tp')."
+            f"sharding of {name} is {spec}; it may have only {' and '.join(mesh_axes.SHARD_AXES)}, "
+            "in one dim: ppctl places the other axes. Use a spec such as P(None, 'tp')."
         )
     if len(spec) > len(shape):
         raise ConfigError(
@@ -319,10 +290,7 @@ def _check_spec(name: str, shape: tuple[int, ...], spec: Any) -> None:
 
 @lru_cache(64)
 def _divided(divide: Callable[[StageAxes], DividedStack], axes: StageAxes) -> DividedStack:
-    """Return divide(axes), with an embedding and head that run on all ranks if vocab=parallel.
-
-    Memoized, because other caches have the stack's functions as keys, by identity.
-    """
+    """Return divide(axes), memoized: other caches have the functions as keys, by identity."""
     divided = divide(axes)
     if divided.parts is None or not axes.vocab_parts:
         return divided
@@ -331,16 +299,12 @@ def _divided(divide: Callable[[StageAxes], DividedStack], axes: StageAxes) -> Di
 
 
 def partition_for(
-    partition: str | Sequence[int],
-    num_layers: int,
-    schedule: Schedule,
-    costs: Callable[[], RelativeCosts],
+    partition: str | Sequence[int], num_layers: int, schedule: Schedule, costs: CostsOf
 ) -> Partition:
     """Return the layers of each stage. ConfigError for an unknown partition."""
     if isinstance(partition, str) and partition not in ("uniform", "balanced"):
-        raise ConfigError(
-            f"partition={partition} is not one of uniform, balanced, or the layers of each stage."
-        )
+        known = "uniform, balanced, or the layers of each stage"
+        raise ConfigError(f"partition={partition} is not one of {known}.")
     if partition == "uniform":
         return uniform(num_layers, schedule.num_stages)
     if partition == "balanced":

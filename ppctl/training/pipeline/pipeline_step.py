@@ -1,15 +1,32 @@
-"""The work and the sizes of a pipeline's step, counted from its model."""
+"""The work and the sizes of a pipeline's step, counted from its model, and its costs on any ranks.
 
-from dataclasses import replace
+All are computed from the request and array shapes, so every process and command counts the same,
+and finds the same schedule with `schedule=auto`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 
 from ppctl.config import Hardware
+from ppctl.executors.layer_placement import Placement
 from ppctl.executors.model_shapes import Model, tree_bytes
+from ppctl.executors.outer_layers import keep
+from ppctl.executors.spmd.spmd_program import spmd_sizes
 from ppctl.executors.work.parameter_bytes import param_bytes
 from ppctl.executors.work.planned_step import Machine, Microbatch, PlannedLayout, Step
+from ppctl.executors.work.rank_bytes import RankShare, layer_bytes, rank_bytes, workspace_bytes
 from ppctl.executors.work.task_flops import work_of
 from ppctl.model.stack import Stack
+from ppctl.model.trainable_parameters import trained_part
+from ppctl.schedule.engine_traits import IN_TICKS
+from ppctl.schedule.partition.partition import Partition
+from ppctl.schedule.piece_times import OpTimes, PieceTimes
+from ppctl.schedule.placement_costs import LayerBytes, LayerCosts
+from ppctl.schedule.tick_lowering import Ticks
+from ppctl.training.pipeline.engines.train_states import States
 from ppctl.training.pipeline.known_hardware import described_device
-from ppctl.training.pipeline.layer_optimizers import LayerOptimizer
+from ppctl.training.pipeline.layer_optimizers import LayerOptimizer, update_flops
 from ppctl.training.pipeline.pipeline import Pipeline
 from ppctl.training.pipeline.pipeline_request import divided_stack
 
@@ -47,8 +64,9 @@ def pipeline_step(
     largest = execution.engine.rank_layers(sizes, schedule.rank_of)
     # executor=reference adds whole gradients after each microbatch, and casts parameters before it
     is_alone = not execution.engine.is_pipelined
-    optimizer = pipe.optimizer
-    flops = optimizer.layer_flops if isinstance(optimizer, LayerOptimizer) else 0
+    optimizer, flops = pipe.optimizer, 0
+    if isinstance(optimizer, LayerOptimizer):
+        flops = update_flops(optimizer.optimizer, optimizer.one_layer)
     return Step(
         work_of(counted),
         param_bytes(pipe.states.natural, model, pipe.layout.of_rank.shards, flops),
@@ -60,3 +78,69 @@ def pipeline_step(
         adds=adds and not is_alone,
         casts=number if is_alone else 1,
     )
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """The relative times of a model's stages and the bytes of ranks, for `schedule=auto`.
+
+    With executor=mpmd a rank holds its layers, residuals and values in transit. With executor=spmd
+    every rank holds as many layers as the largest rank, and buffer slots. The temporaries are those
+    of the rank's largest task, or of the whole program; the update's are not counted.
+
+    probe: a pipeline of the model; its schedule does not matter. divide: (rank of each stage) ->
+    layers of each stage.
+    """
+
+    probe: Pipeline
+    divide: Callable[[tuple[int, ...]], Partition]
+
+    def layers(self, *, with_bytes: bool) -> LayerCosts:
+        """Return the costs of the layers; with_bytes adds their bytes on ranks of executor=mpmd."""
+        relative, remat = self.probe.relative_costs, self.probe.execution.remat
+        layer = PieceTimes(1.0, 1.0 + remat.recomputes, 1.0)
+        whole = lambda cost: PieceTimes(0.0, cost * layer.all_s, 0.0)  # noqa: E731
+        times = OpTimes(whole(relative.embed), layer, whole(relative.head))
+        held, keeps_input = self._bytes() if with_bytes else LayerBytes(), remat.keeps_input_only
+        return LayerCosts(relative.layers, times, self.divide, held, keeps_input=keeps_input)
+
+    @cached_property
+    def _step(self) -> Step:
+        """The counted step of the probe. No product adds its result to a sum, as on any device."""
+        return pipeline_step(self.probe, model_on(self.probe, None))
+
+    def _bytes(self) -> LayerBytes:
+        """Return the bytes of a layer, embedding, head and values in transit, for executor=mpmd."""
+        model, step = self.probe.model, self._step
+        embed_head = model.held["embed_head"]
+        trained = trained_part(embed_head, model.stack.trains("embed_head"))
+        embed_and_head = [
+            RankShare(
+                embed_head=tree_bytes(keep(embed_head, use)),
+                trained_embed_head=tree_bytes(keep(trained, use)),
+                over=step.layout.mesh.fsdp,
+                batch=tree_bytes(model.microbatch[name]) * model.num_microbatches,
+            )
+            for use, name in zip(model.outer.uses, ("inputs", "targets"), strict=True)
+        ]
+        return layer_bytes(step, embed_and_head)
+
+    def in_ticks_bytes(self, lowered: Ticks) -> int:
+        """Return the bytes of a rank with executor=spmd."""
+        probe, rank_of, slots = self.probe, lowered.schedule.rank_of, lowered.num_slots
+        states = self._states(rank_of)
+        splits = bool(slots.get("pending"))
+        sizes = spmd_sizes(probe.model, states.layout, states.staged, splits=splits)
+        counts = [len(layers) for layers in states.layout.placement.partition]
+        step = self._step.with_layers(IN_TICKS.rank_layers(counts, rank_of), max(counts))
+        return sum(rank_bytes(sizes, slots, workspace_bytes(step)).values())
+
+    @cached_property
+    def _states(self) -> Callable[[tuple[int, ...]], States]:
+        """The function (rank of each stage) -> states of the model, memoized."""
+
+        def states(rank_of: tuple[int, ...]) -> States:
+            layout = replace(self.probe.layout, placement=Placement(self.divide(rank_of), rank_of))
+            return replace(self.probe.states, layout=layout)
+
+        return cache(states)

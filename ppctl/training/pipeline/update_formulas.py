@@ -14,21 +14,18 @@ import numpy as np
 import optax
 
 from ppctl.errors import ConfigError
+from ppctl.executors.parameter_layout import names_of
 from ppctl.executors.stage.jaxpr_tools import called_program, is_literal
+from ppctl.model.stack import shapes_like
 
 Tree = Any
-Path = tuple[str, ...]
 ARITHMETIC = ("add", "sub", "mul", "div", "neg", "sign", "abs", "square", "integer_pow", "pow")
 ARITHMETIC += ("sqrt", "rsqrt", "cbrt", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic")
 COMPARISONS = ("max", "min", "select_n", "clamp", "eq", "ne", "lt", "le", "gt", "ge", "is_finite")
 COMPARISONS += ("and", "or", "not", "xor", "convert_element_type", "copy", "stop_gradient")
 ELEMENTWISE = frozenset(ARITHMETIC + COMPARISONS)
-UNIFORM = ELEMENTWISE | {
-    "broadcast_in_dim",
-    "reshape",
-    "squeeze",
-    "transpose",
-}  # operations that keep equal entries equal
+# operations that keep equal entries equal
+UNIFORM = ELEMENTWISE | {"broadcast_in_dim", "reshape", "squeeze", "transpose"}
 RANDOM = ("random_", "threefry", "rng_")  # prefixes of JAX's random operations
 # parameters of JAX's operations that do not change a formula
 SHAPES = ("shape", "broadcast_dimensions", "sharding", "weak_type")
@@ -52,16 +49,10 @@ class Mixing(ConfigError):
     """Error: the update of a parameter depends on other parameters, or on random numbers."""
 
 
-def names_of(path: tuple) -> Path:
-    """Return the names on a path, as strings."""
-    names = (getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in path)
-    return tuple(map(str, names))
-
-
 class Place(NamedTuple):
     """The place of a leaf in an optimizer's state."""
 
-    names: Path
+    names: tuple[str, ...]
     owner: int | None  # index of its parameter; None: shared, such as a count of steps
     slot: str  # names without those of the parameter, such as "0/mu"
 
@@ -76,16 +67,17 @@ def places_in(state: Tree, params: Tree) -> list[Place]:
     numbers = (np.cumsum([spot is not None for spot in spots]) - 1).tolist()
     counts_of = lambda node: _leaf_counts(treedef, jax.tree.structure(node))  # noqa: E731
     places = []
-    for path, node in jax.tree_util.tree_leaves_with_path(
-        state, is_leaf=lambda node: counts_of(node) is not None
-    ):
+    for path, node in jax.tree.leaves_with_path(state, lambda node: counts_of(node) is not None):
         above, counts = names_of(path), counts_of(node)
         if counts is None:
             places.append(Place(above, None, "/".join(above)))
             continue
         owners = [i for i, count in enumerate(counts) for _ in range(count)]
-        lengths = [len(names_of(path)) for path, _ in _flat(jax.tree.unflatten(treedef, numbers))]
-        for (below, _), i in zip(_flat(node), owners, strict=True):
+        lengths = [
+            len(names_of(path))
+            for path, _ in jax.tree.leaves_with_path(jax.tree.unflatten(treedef, numbers))
+        ]
+        for (below, _), i in zip(jax.tree.leaves_with_path(node), owners, strict=True):
             names = names_of(below)
             slot = "/".join((*above, *names[lengths[i] :]))
             places.append(Place((*above, *names), numbers[i], slot))
@@ -116,15 +108,11 @@ def _has_records(state: Any) -> bool:
     return is_record or any(map(_has_records, state.children()))
 
 
-def _flat(tree: Tree) -> list[tuple[Any, Any]]:
-    return jax.tree_util.tree_leaves_with_path(tree)
-
-
 def has_state(optimizer: optax.GradientTransformation, params: Tree, kind: type) -> bool:
     """Return whether the optimizer's state contains this kind, such as ZeroNansState."""
     state = jax.eval_shape(optimizer.init, params)
-    is_kind = lambda node: isinstance(node, kind)  # noqa: E731
-    return any(map(is_kind, jax.tree.leaves(state, is_leaf=is_kind)))
+    leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind))
+    return any(isinstance(leaf, kind) for leaf in leaves)
 
 
 def update_formulas(optimizer: optax.GradientTransformation, params: Tree) -> list[Formula]:
@@ -135,45 +123,34 @@ def update_formulas(optimizer: optax.GradientTransformation, params: Tree) -> li
     """
     # 1. the program of an update
     update = optax.with_extra_args_support(optimizer).update
-    params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), params)
+    params = shapes_like(params)
     state = jax.eval_shape(optimizer.init, params)
     norm = jax.ShapeDtypeStruct((), jnp.float32)
-    closed, out = jax.make_jaxpr(
-        lambda g, s, p, norm: update(g, s, p, norm=norm), return_shape=True
-    )(params, state, params, norm)
+    traced = jax.make_jaxpr(lambda g, s, p, n: update(g, s, p, norm=n), return_shape=True)
+    closed, out = traced(params, state, params, norm)
     # 2. the formulas of the program's inputs
-    paths = [names_of(path) for path, _ in _flat(params)]
-    own = lambda kind, i: Formula(frozenset({i}), True, hash(kind))  # noqa: E731
-    shared = lambda kind: Formula(frozenset(), True, hash(kind))  # noqa: E731
-    given = [own("g", i) for i in range(len(paths))]
-    for _, owner, slot in places_in(state, params):
-        given.append(shared(slot) if owner is None else own(slot, owner))
-    given += [*(own("p", i) for i in range(len(paths))), shared("norm")]
+    paths = [names_of(path) for path, _ in jax.tree.leaves_with_path(params)]
+    numbers = range(len(paths))
+    inputs = [("g", i) for i in numbers] + [(slot, i) for _, i, slot in places_in(state, params)]
+    inputs += [*(("p", i) for i in numbers), ("norm", None)]
+    owners = (frozenset[int]() if i is None else frozenset({i}) for _, i in inputs)
+    given = [Formula(of, True, hash(kind)) for of, (kind, _) in zip(owners, inputs, strict=True)]
     # 3. the formulas of the program's outputs, by owner
     sizes = [a.shape for a in jax.tree.leaves(params)]
     reader = _Reader(sizes, ignores_finite=has_state(optimizer, params, optax.ApplyIfFiniteState))
-    found = reader.outputs(closed, given)
-    after = places_in(out[1], params)
-    owners = [*range(len(paths)), *(place.owner for place in after)]
-    labels = [*paths, *(place.names for place in after)]
-    by_owner: dict[int, list[Formula]] = {i: [] for i in range(len(paths))}
-    for formula, owner, names in zip(found, owners, labels, strict=True):
+    after = [*enumerate(paths), *((i, names) for names, i, _ in places_in(out[1], params))]
+    by_owner: dict[int, list[Formula]] = {i: [] for i in numbers}
+    for formula, (owner, names) in zip(reader.outputs(closed, given), after, strict=True):
         others = formula.owners - {owner}
         if others:
             raise Mixing(f"{'.'.join(names)} depends on {'.'.join(paths[min(others)])}")
         if owner is not None:
             by_owner[owner].append(formula)
-    joined = lambda of: Formula(  # noqa: E731
-        frozenset(), all(f.is_elementwise for f in of), hash(tuple(f.text for f in of))
-    )
-    return [joined(formulas) for formulas in by_owner.values()]
+    return [_joined(None, of)._replace(owners=frozenset()) for of in by_owner.values()]
 
 
 class _Reader:
-    """Computes the formulas of a program's values. sizes: shapes of the parameters.
-
-    ignores_finite: whether the operation `is_finite` does not count as a dependency.
-    """
+    """Computes the formulas of a program's values; ignores_finite: is_finite is no dependency."""
 
     def __init__(self, sizes: Sequence[tuple[int, ...]], *, ignores_finite: bool):
         self.sizes, self.ignores_finite = sizes, ignores_finite
@@ -184,25 +161,22 @@ class _Reader:
         env: dict[Any, Formula] = dict(zip(jaxpr.invars, given, strict=True))
         for v, a in zip(jaxpr.constvars, constants, strict=True):
             env[v] = Formula(frozenset(), not a.ndim, hash(a.tobytes()))
-        read = lambda v: (  # noqa: E731
-            Formula(frozenset(), True, hash(str(v.val))) if is_literal(v) else env[v]
-        )
+
+        def read(v: Any) -> Formula:
+            return Formula(frozenset(), True, hash(str(v.val))) if is_literal(v) else env[v]
+
         for eqn in jaxpr.eqns:
             values, called = [read(v) for v in eqn.invars], called_program(eqn)
             if called is not None:
                 found = self.outputs(called, values)
-            elif eqn.primitive.name == "cond":
-                found = self._branches(eqn, values)
+            elif eqn.primitive.name == "cond":  # each output, joined over all branches
+                branches = [self.outputs(each, values[1:]) for each in eqn.params["branches"]]
+                each_output = zip(*branches, strict=True)
+                found = [_joined("cond", (values[0], *each)) for each in each_output]
             else:
                 found = [self._formula(eqn, values)] * len(eqn.outvars)
             env |= zip(eqn.outvars, found, strict=True)
         return [read(v) for v in jaxpr.outvars]
-
-    def _branches(self, eqn: Any, values: Sequence[Formula]) -> list[Formula]:
-        """Return the formulas of the outputs of a `cond`, each joined over all branches."""
-        which, *operands = values
-        branches = [self.outputs(each, operands) for each in eqn.params["branches"]]
-        return [_joined("cond", (which, *each)) for each in zip(*branches, strict=True)]
 
     def _formula(self, eqn: Any, values: Sequence[Formula]) -> Formula:
         name = eqn.primitive.name
@@ -239,12 +213,12 @@ def check_separate(optimizer: optax.GradientTransformation, params: Tree) -> Non
     pair = lambda a: (a, a)  # noqa: E731
     both = {**params, "layers": pair(params["layers"])}
     each = {**params, "layers": jax.tree.map(pair, params["layers"])}
-    for tree in (both, each):  # a tree that does not fit the optimizer is skipped
+    for tree in (both, each):
         try:
             update_formulas(optimizer, tree)
         except Mixing:
             raise
-        except Exception:
+        except Exception:  # the tree does not fit the optimizer
             continue
         return
     update_formulas(optimizer, params)

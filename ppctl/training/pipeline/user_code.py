@@ -29,14 +29,11 @@ from ppctl.errors import ConfigError, as_setting, written_as
 from ppctl.executors.stage.traced_network import TracedNetwork, stack_of
 from ppctl.model.network import Network
 from ppctl.model.random_keys import without_key
-from ppctl.model.stack import Stack
+from ppctl.model.stack import Stack, shapes_like
 
 NUM_TRIED = 2  # examples in the batch that checks a model
-NEED_ALL = (
-    Stack,
-    DataSet,
-    optax.GradientTransformation,
-)  # result types whose functions must take every argument
+# result types whose functions must take every argument
+NEED_ALL = (Stack, DataSet, optax.GradientTransformation)
 WORDS: dict[Any, str] = {Mapping: "a dict of arrays with inputs and targets"}  # names of types
 
 
@@ -73,8 +70,7 @@ def custom_stack(
     head = "head"  # the author's name of the loss function
     if isinstance(stack, Network):
         head = f"the Network's loss, {getattr(stack.loss, '__name__', 'which has no name')},"
-        inputs = data.read(np.arange(NUM_TRIED))["inputs"]
-        how = {"inputs": jax.ShapeDtypeStruct(inputs.shape, inputs.dtype), "dtype": dtype}
+        how = {"inputs": shapes_like(data.read(np.arange(NUM_TRIED))["inputs"]), "dtype": dtype}
         cut = partial(TracedNetwork, stack, num_layers, auto=auto, compute=compute or dtype, **how)
         stack = stack_of(call_user_code(key, "cutting it into layers", cut))
     elif auto:
@@ -82,10 +78,9 @@ def custom_stack(
         raise ConfigError(f"{why}: model.layers=auto is for a ppctl.Network. Leave it out.")
     # 3. check the number of layers and the functions
     if num_layers not in (None, stack.num_layers):
-        raise ConfigError(
-            f"{key} returns a Stack of {stack.num_layers} layers, but "
-            f"model.num_layers={num_layers}. Let it make num_layers layers."
-        )
+        what = f"{key} returns a Stack of {stack.num_layers} layers"
+        use = f"model.num_layers={num_layers}. Let it make num_layers layers."
+        raise ConfigError(f"{what}, but {use}")
     _check_stack(key, stack, data.read(np.arange(NUM_TRIED)), head)
     return stack.with_options(mixes_examples=True) if mixes_examples else stack
 
@@ -104,9 +99,8 @@ def custom_data(
     if isinstance(data, Mapping):
         data = from_arrays(data, source=key, **given)
     if data.batch_size != batch_size:
-        raise ConfigError(
-            f"{key} makes batches of {data.batch_size}, but data.batch_size={batch_size}."
-        )
+        batches = f"batches of {data.batch_size}"
+        raise ConfigError(f"{key} makes {batches}, but data.batch_size={batch_size}.")
     if data.num_examples < batch_size:
         count = f"{data.num_examples} examples to train on"
         raise ConfigError(f"{key} has {count}, fewer than data.batch_size={batch_size}.")
@@ -126,8 +120,7 @@ def custom_optimizer(
 
     ConfigError if the call fails, or its result is not an optax.GradientTransformation.
     """
-    given = {"learning_rate": rates}
-    kinds = (optax.GradientTransformation,)
+    given, kinds = {"learning_rate": rates}, (optax.GradientTransformation,)
     return _call_target(kinds, f"optim.target={target}", target, given, options)
 
 
@@ -254,11 +247,8 @@ def _kind(value: object) -> str:
 
 
 def _check_stack(key: str, stack: Stack, batch: Batch, head: str) -> None:
-    """Raise ConfigError if a stack's functions do not fit each other or the batch.
-
-    head: the name of the head in messages.
-    """
-    shapes = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in batch.items()}
+    """Raise ConfigError if functions do not fit each other or the batch; head: name of the head."""
+    shapes = shapes_like(batch)
     random = jax.eval_shape(lambda: jax.random.key(0))
 
     def shaped(what: str, *args: Any) -> Any:
@@ -272,7 +262,7 @@ def _check_stack(key: str, stack: Stack, batch: Batch, head: str) -> None:
     index = jax.eval_shape(lambda: jnp.zeros((), jnp.int32))
     embed_head, layer = shaped("init_embed_head", random), shaped("init_layer", random, index)
     for what, tree in (("init_embed_head", embed_head), ("init_layer", layer)):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        for path, leaf in jax.tree.leaves_with_path(tree):
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 is_of = f"{what}{jax.tree_util.keystr(path)} has dtype {leaf.dtype}"
                 raise ConfigError(f"{key}: {is_of}, but parameters must be floating. Use dtype.")
@@ -307,7 +297,7 @@ def _check_reading(key: str, data: DataSet) -> None:
     for name, array in both.items():
         is_array = isinstance(array, np.ndarray)
         if not is_array or array.shape[:1] != (2,):
-            kind = f"{array.dtype}{list(array.shape)}" if is_array else _kind(array)
+            kind = _shape(array) if is_array else _kind(array)
             what = f"{key} reads {name} of 2 examples as {kind}"
             raise ConfigError(f"{what}; it must be a numpy array [2, ...].")
     second: Batch = call_user_code(key, "reading example 1", lambda: data.read(np.arange(1, 2)))

@@ -17,6 +17,7 @@ from typing import Any
 
 from ppctl.errors import LostError
 from ppctl.reports.run_files import FAILED_FILE
+from ppctl.reports.terminal_output import replace_file
 
 DOING = {  # activities, in the order of a step
     "compile": "compiling",
@@ -27,6 +28,7 @@ DOING = {  # activities, in the order of a step
     "save": "saving step {}",
 }
 POLL_S = 1.0
+Note = dict[str, Any]  # step, activity, and seconds since 1970
 
 
 class Heartbeat:
@@ -50,7 +52,7 @@ class Heartbeat:
         self.num_processes, self.say = num_processes, say
         self._slow_after_s = slow_after_s
         self._poll_s = min(POLL_S, slow_after_s / 4)
-        self._now: dict[str, Any] = {"step": 0, "doing": "compile", "since": time.time()}
+        self._now: Note = {"step": 0, "doing": "compile", "since": time.time()}
         self._due_s = slow_after_s  # seconds without progress until the next report
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True)
@@ -62,7 +64,7 @@ class Heartbeat:
 
     @property
     def text(self) -> str:
-        """Return this process's activity in words."""
+        """This process's activity in words."""
         return note_text(self._now)
 
     def start(self) -> None:
@@ -113,9 +115,7 @@ class Heartbeat:
                 self.tell("stalled", line)
 
     def _write(self) -> None:
-        temporary = self._file.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self._now | {"at": time.time()}))
-        os.replace(temporary, self._file)
+        replace_file(self._file, json.dumps(self._now | {"at": time.time()}))
 
     def _leave_if_another_failed(self) -> None:
         assert self.directory is not None, "a run of one process reads no others"
@@ -123,9 +123,9 @@ class Heartbeat:
         if failed is None or failed["process"] == self.process:
             return
         if self.process == 0:
-            reason = f"process {failed['process']} has failed: {failed['message']}"
-            self.tell("lost", reason)
-            self.say(f"{reason.replace(' has failed:', ' has failed, and all others leave:')}")
+            who, why = f"process {failed['process']} has failed", failed["message"]
+            self.tell("lost", f"{who}: {why}")
+            self.say(f"{who}, and all others leave: {why}")
             time.sleep(3 * POLL_S)  # the others need this process until they have exited
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):
@@ -144,9 +144,7 @@ class Heartbeat:
         return late_text(notes, now, silent_after_s=self._slow_after_s / 2 + 2 * POLL_S)
 
 
-def late_text(
-    notes: dict[int, dict[str, Any] | None], now: float, *, silent_after_s: float
-) -> str | None:
+def late_text(notes: dict[int, Note | None], now: float, *, silent_after_s: float) -> str | None:
     """Return a line naming the processes that the others wait for; None while all compile.
 
     notes: the last heartbeat of each process; None: none yet. now: seconds since 1970.
@@ -157,7 +155,6 @@ def late_text(
     >>> late_text(notes, 70.0, silent_after_s=30.0)
     'process 1 is slow: reading the data of step 8 for 61 s; 1 of 2 processes wait.'
     """
-
     # 1. the processes furthest behind; among equal ones, the silent ones
     places = {}
     for process, note in notes.items():
@@ -172,15 +169,14 @@ def late_text(
     if note is not None and not least[2]:
         doing += f", without a sign of life for {now - note['at']:.0f} s"
     if len(behind) == len(notes):
-        if note is not None and note["doing"] == "compile":
-            return None
-        return f"all {len(notes)} processes are {doing}."
+        is_compiling = note is not None and note["doing"] == "compile"
+        return None if is_compiling else f"all {len(notes)} processes are {doing}."
     names = ", ".join(map(str, behind))
     who = f"process {names} is" if len(behind) == 1 else f"processes {names} are"
     return f"{who} slow: {doing}; {len(notes) - len(behind)} of {len(notes)} processes wait."
 
 
-def note_text(note: dict[str, Any]) -> str:
+def note_text(note: Note) -> str:
     """Return the activity of a heartbeat in words.
 
     >>> note_text({"step": 8, "doing": "save"})
@@ -189,7 +185,7 @@ def note_text(note: dict[str, Any]) -> str:
     return DOING[note["doing"]].format(note["step"])
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path) -> Note | None:
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):  # missing, or half written: a rename may not be atomic

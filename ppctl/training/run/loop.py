@@ -10,16 +10,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from ppctl import errors
 from ppctl.data.dataset import description
-from ppctl.errors import (
-    AgreedError,
-    ConfigError,
-    DataError,
-    ElsewhereError,
-    PpctlError,
-    SaveError,
-    SkippedError,
-)
 from ppctl.launch import join_processes as distributed
 from ppctl.reports import measured_timeline_file as timeline_io
 from ppctl.reports.terminal_output import shared_cores_text
@@ -29,16 +21,16 @@ from ppctl.training.pipeline.job import TrainingJob, evaluate
 from ppctl.training.run import profiler
 from ppctl.training.run.heartbeat import Heartbeat
 from ppctl.training.run.process_group import raise_together
-from ppctl.training.run.profile_window import ProfileWindow
+from ppctl.training.run.profiler import ProfileWindow
 from ppctl.training.run.run_environment import checkpoint_metadata, num_cores, writing
 from ppctl.training.run.step_clock import StepClock
 from ppctl.training.run.step_records import StepRecords
 
 Tree = Any
 WARM_UP_STEPS = 2  # first steps of each start, slowed by allocations and caches
-
-
 STOP = 0  # the signal number of a request by `ppctl stop`
+# number of finished steps -> the signal that requests an end after this step, STOP or None
+StopRequested = Callable[[int], int | None]
 
 
 class Dispatched(NamedTuple):
@@ -55,17 +47,12 @@ def metadata(job: TrainingJob, finished: int) -> dict[str, Any]:
     return checkpoint_metadata(asdict(job.settled), finished, job.sources, data)
 
 
-def _read_ahead(
-    batches: Iterator[Tree],
-) -> tuple[Tree, PpctlError | None, Callable[[], list[bool]]]:
-    """Return (next batch or None, error or None, function that waits for all processes' flags).
-
-    A process's flag is True if it could not read its batch.
-    """
+def _read_ahead(batches: Iterator[Tree]) -> tuple[Tree, Any, Callable[[], list[bool]]]:
+    """Return (next batch, error, function that waits for flags: which processes have an error)."""
     batch, found = None, None
     try:
         batch = next(batches)
-    except (ConfigError, DataError) as error:
+    except (errors.ConfigError, errors.DataError) as error:
         found = error
     return batch, found, distributed.gather_later(found is not None)
 
@@ -81,15 +68,10 @@ class Loop:
     clock: StepClock
     _unread: Dispatched | None = None  # the step in flight
 
-    def run(
-        self, state: Tree, start: int, stop_requested: Callable[[int], int | None]
-    ) -> int | None:
+    def run(self, state: Tree, start: int, stop_requested: StopRequested) -> int | None:
         """Train from step `start` and save the last step; return the signal that stopped the run.
 
         Returns None if the run has reached run.num_steps.
-
-        stop_requested: takes the number of finished steps; returns the signal that requests an end
-        after this step, STOP for `ppctl stop`, or None.
         """
         config, engine = self.job.config.run, self.job.pipe.engine
         save_every, eval_every = config.checkpoint.every, config.eval_every
@@ -103,11 +85,11 @@ class Loop:
                 self.records.metrics.note(f"profile   {profile.passed}")
             for step in range(start, config.num_steps):
                 # 1. train
-                finished = step + 1
+                finished, begins_trace = step + 1, step in profile.steps[:1]
                 with self._saved_first(state, step, is_new=step > start):
-                    if step in profile.steps[:1] or step == measured:
+                    if begins_trace or step == measured:
                         self._read()  # waits for the previous step, which must not be measured
-                    if step in profile.steps[:1]:
+                    if begins_trace:
                         profile.begin()
                     self.heartbeat.note("read", finished)
                     batch = engine.batches.put(next(batches))
@@ -140,10 +122,7 @@ class Loop:
         return None
 
     def _batches(self, start: int) -> Iterator[Tree]:
-        """Yield this process's examples of each step's batch, read one step ahead.
-
-        If one process cannot read a batch, all processes raise before that step.
-        """
+        """Yield this process's examples of each step, read ahead; all raise if one cannot read."""
         batches = self.job.data.batches(start, self.job.pipe.engine.batches.examples)
         ahead = _read_ahead(batches)
         for step in range(start, self.job.config.run.num_steps):
@@ -157,12 +136,11 @@ class Loop:
         self, state: Tree, batch: Tree, step: int, is_measured: bool
     ) -> tuple[Tree, Dispatched, Timeline | None]:
         """Dispatch a step; return (state, step, timeline). Waits for the end of a measured step."""
-        pipe, engine = self.job.pipe, self.job.pipe.engine
-        measured = None
+        engine, measured = self.job.pipe.engine, None
         self.clock.begin()
         if is_measured:
             timed: Any = engine  # Mpmd: config.check refuses run.timeline for other engines
-            state, numbers, measured = profiler.timed_step(timed, pipe.schedule, state, batch)
+            state, numbers, measured = profiler.timed_step(timed, state, batch)
         else:
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 state, numbers = engine.step(state, batch)
@@ -189,10 +167,10 @@ class Loop:
         assert self._unread is None, "a saved step has its records"
         is_saved = self.job.config.run.checkpoint.enabled
         if stop_signal is not None:
-            unsaved = f"leaving after step {finished}, unsaved"
             name = signal.Signals(stop_signal).name if stop_signal else "stop"
             is_alone = stop_signal and not distributed.is_joined()
             again = f"; a second {name} ends it at once, unsaved" if is_alone else ""
+            unsaved = f"leaving after step {finished}, unsaved"
             what = f"saving step {finished} and leaving{again}" if is_saved else unsaved
             self.records.metrics.note(f"{name}: {what}")
         if not is_saved:
@@ -217,18 +195,23 @@ class Loop:
         """
         try:
             yield
-        except (ConfigError, DataError, ElsewhereError, SkippedError) as error:
-            is_of_all = isinstance(error, AgreedError | ElsewhereError | SkippedError)
-            if distributed.is_joined() and not is_of_all:
+        except (
+            errors.ConfigError,
+            errors.DataError,
+            errors.ElsewhereError,
+            errors.SkippedError,
+        ) as error:
+            is_of_all = errors.AgreedError, errors.ElsewhereError, errors.SkippedError
+            if distributed.is_joined() and not isinstance(error, is_of_all):
                 raise
-            with suppress(SkippedError, ConfigError):  # the first error ends training
+            with suppress(errors.SkippedError, errors.ConfigError):  # the first error ends training
                 self._read()
             if not (is_new and self.job.config.run.checkpoint.enabled):
                 raise
             what = f"Step {finished} is saved."
             try:
                 self._save(state, finished, is_last=True, stop_signal=None)
-            except SaveError as failed:
+            except errors.SaveError as failed:
                 what = str(failed)
             error.args = (f"{error} {what}",)
             raise
@@ -238,17 +221,14 @@ class Loop:
         """Raise, or print and go on, if the body fails to save (run.checkpoint.on_failure)."""
         try:
             yield
-        except SaveError as error:
+        except errors.SaveError as error:
             if is_last:
                 raise
             if self.job.config.run.checkpoint.on_failure == "stop":
-                raise SaveError(
-                    f"{error} Training stopped after step {finished}; "
-                    "run.checkpoint.on_failure=continue goes on."
-                ) from error
-            self.records.metrics.note(
-                f"note: {error} The next save tries again (run.checkpoint.on_failure=continue)."
-            )
+                what = f"{error} Training stopped after step {finished}; run.checkpoint.on_failure"
+                raise errors.SaveError(f"{what}=continue goes on.") from error
+            again = "The next save tries again (run.checkpoint.on_failure=continue)."
+            self.records.metrics.note(f"note: {error} {again}")
 
     def _end_profile(self, profile: ProfileWindow, finished: int) -> None:
         """Write the open trace and its tasks; print their place, or why no step was traced."""
@@ -261,27 +241,20 @@ class Loop:
         self._read()
         lacks = profile.end(finished)
         if pipe.ticks is not None:
-            how = (
-                self.records.footprint.text,
-                pipe.ticks,
-                pipe.meshes.storage,
-                finished - steps.start,
-            )
+            program, mesh = self.records.footprint.text, pipe.meshes.storage
+            traced = program, pipe.ticks, mesh, finished - steps.start
             with writing(profile.directory):
-                file = profiler.write_tasks(profile.directory, *how)
+                file = profiler.write_tasks(profile.directory, *traced)
             tasks = "" if file is None else f"; tasks by rank for Perfetto in {file}"
         self.records.metrics.note(f"profile   {profile.directory} (xprof, Perfetto){lacks}{tasks}")
 
 
 def _show_timeline(records: StepRecords, measured: Timeline) -> None:
     directory = Path(records.job.config.run.dir) / "timeline"
-    predicted = records.prediction
+    predicted, meshes = records.prediction, records.job.pipe.meshes
     bubbles = predicted.ideal_bubble_fraction, predicted.bubble_fraction
     with writing(directory):
-        lines = timeline_io.write_timeline(directory, measured, *bubbles)
-    for line in lines:
-        records.metrics.note(line)
-    meshes = records.job.pipe.meshes
+        lines = [*timeline_io.write_timeline(directory, measured, *bubbles)]
     shared = shared_cores_text(len(meshes.storage.local_devices), num_cores(meshes))
-    if shared is not None:
-        records.metrics.note(f"note      {shared}")
+    for line in lines if shared is None else [*lines, f"note      {shared}"]:
+        records.metrics.note(line)

@@ -12,14 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ppctl.model.layer_inputs import LOSS
+from ppctl.reports import terminal_output as terminal
 from ppctl.reports.run_status import append
-from ppctl.reports.terminal_output import (
-    OutputConsole,
-    decimal_text,
-    replace_file,
-    seconds_text,
-    show_lines,
-)
 from ppctl.training.run.run_environment import writing
 from ppctl.training.run.trackers import BackgroundTracker, RunFacts
 
@@ -36,17 +30,10 @@ class Metrics:
     returns, the line survives a kill of the process. At a start, lines of steps after start_step
     and lines torn by a kill are dropped, so a resumed run has each step exactly once.
 
-    Args:
-        run_dir: Directory of the files; None (all processes but 0) records nothing.
-        num_steps: Number of steps of the whole run.
-        start_step: Number of steps finished before this start.
-        log_every: Steps between lines on the terminal.
-        trackers: Names of TRACKERS.
-        name: Name of the run at trackers.
-        settings: Settings of the run for trackers.
-
-    Raises:
-        ConfigError: run_dir cannot be written.
+    run_dir: directory of the files; None (all processes but 0) records nothing. num_steps: steps of
+    the whole run. start_step: steps finished before this start. log_every: steps between lines on
+    the terminal. trackers: names of TRACKERS, which get the run's name and settings. ConfigError if
+    run_dir cannot be written.
     """
 
     def __init__(
@@ -63,7 +50,7 @@ class Metrics:
     ):
         self.is_finished = False  # True once the run has reached its last step
         self._num_steps, self._first_step, self._log_every = num_steps, start_step + 1, log_every
-        self._console = console or OutputConsole()
+        self._console = console or terminal.OutputConsole()
         self._unshown: list[Record] = []  # the steps since the last line on the terminal
         self._files: tuple[FileIO, ...] = ()
         self._bar: Progress | None = None  # progress bar below the lines, on a terminal
@@ -120,8 +107,7 @@ class Metrics:
         self.num_skipped += 1
         if not self._files:
             return
-        line = _line(record)
-        append(self._files[0], line)
+        append(self._files[0], _line(record))
         with self._skipped.open("ab", buffering=0) as file:
             append(file, json.dumps({"step": step, "examples": [*examples]}).encode() + b"\n")
         numbers = f"loss={record['loss']}, grad_norm={record['grad_norm']}"
@@ -136,19 +122,16 @@ class Metrics:
         self.note(f"eval {self._counted(step)}  {_shown(record)}")
 
     def _track(self, record: Record, step: int, tag: Callable[[str], str]) -> None:
-        values: dict[str, Any] = {}
-        for key, value in record.items():
-            if isinstance(value, list):
-                values |= {f"{tag(key)}_layer_{l:02d}": each for l, each in enumerate(value)}
-            elif key != "step":
-                values[tag(key)] = value
+        values: dict[str, Any] = {tag(key): a for key, a in record.items() if key != "step"}
+        for name in [name for name in values if isinstance(values[name], list)]:
+            values |= {f"{name}_layer_{l:02d}": a for l, a in enumerate(values.pop(name))}
         values = {name: value for name, value in values.items() if value is not None}
         for tracker in self._trackers:
             tracker.log(values, step)
 
     def note(self, text: str) -> None:
         """Print a line."""
-        show_lines(self._console, text)
+        terminal.show_lines(self._console, text)
 
     def _counted(self, step: int) -> str:
         return f"{step:>{len(str(self._num_steps))}}/{self._num_steps}"
@@ -160,7 +143,7 @@ def _continue_file(path: Path, last_step: int) -> FileIO:
         lines = path.read_bytes().splitlines(keepends=True)
         kept = [line for line in lines if _is_kept(line, last_step)]
         if len(kept) < len(lines):
-            replace_file(path, b"".join(kept))
+            terminal.replace_file(path, b"".join(kept))
     return path.open("ab", buffering=0)
 
 
@@ -170,10 +153,8 @@ def _is_kept(line: bytes, last_step: int) -> bool:
     >>> [_is_kept(line, 2) for line in (b'{"step": 2}\\n', b'{"step": 3}\\n', b'{"step": 1')]
     [True, False, False]
     """
-    if not line.endswith(b"\n"):
-        return False
     try:
-        return json.loads(line)["step"] <= last_step
+        return line.endswith(b"\n") and json.loads(line)["step"] <= last_step
     except (ValueError, TypeError, KeyError, RecursionError):
         return False
 
@@ -203,8 +184,8 @@ def _train_tag(key: str) -> str:
 
 # The text of each value of a record on the terminal, in the order of the line.
 _SHOWN = {
-    "loss": lambda value: f"loss {decimal_text(value)}",
-    "eval_loss": lambda value: f"eval_loss {decimal_text(value)}",
+    "loss": lambda value: f"loss {terminal.decimal_text(value)}",
+    "eval_loss": lambda value: f"eval_loss {terminal.decimal_text(value)}",
     "grad_norm": lambda value: f"grad_norm {value:.3f}",
     "lr": lambda value: f"lr {value:.1e}",
     "expert_load": lambda values: f"load {max(filter(None, values), default=0):.1f}",
@@ -215,10 +196,8 @@ _SHOWN = {
     "rows_per_s": lambda value: f"{value:,.0f} rows/s",
     "mfu_fraction": lambda value: f"mfu {value:.1%}",
     "mfu_causal_fraction": lambda value: f"({value:.1%} causal)",
-    "step_time_s": lambda value: f"{seconds_text(value, digits=3)}/step",
+    "step_time_s": lambda value: f"{terminal.seconds_text(value, digits=3)}/step",
 }
-
-
 _SPEEDS = ("tokens_per_s", "rows_per_s", "mfu_fraction", "mfu_causal_fraction")
 
 
@@ -232,11 +211,10 @@ def _shown(record: Record, attached: Sequence[str] = ()) -> str:
     >>> _shown({"loss": 3.1416, "expert_load": [None, 1.2, 1.84], "expert_dropped_tokens": [0, 2]})
     'loss 3.1416  load 1.8  dropped 2'
     """
-    losses = {name: f"{name} {decimal_text(record[name] or 0.0)}" for name in attached}
+    losses = [f"{name} {terminal.decimal_text(record[name] or 0.0)}" for name in attached]
     known = {key: text(record[key]) for key, text in _SHOWN.items() if record.get(key) is not None}
-    known = {key: text for key, text in known.items() if text}
-    first = {LOSS: known.pop(LOSS)} if LOSS in known else {}
-    return "  ".join((first | losses | known).values())
+    first = known.pop(LOSS, "")
+    return "  ".join(filter(None, [first, *losses, *known.values()]))
 
 
 def _mean(records: Sequence[Record]) -> Record:
@@ -245,8 +223,6 @@ def _mean(records: Sequence[Record]) -> Record:
     >>> _mean([{"rows_per_s": 30, "step_time_s": 2.0}, {"rows_per_s": 60, "step_time_s": 1.0}])
     {'rows_per_s': 40.0, 'step_time_s': 1.5}
     """
-    last, means = records[-1], {}
-    for key, mean in (*((speed, harmonic_mean) for speed in _SPEEDS), ("step_time_s", fmean)):
-        if last.get(key) is not None:
-            means[key] = mean([record[key] for record in records])
-    return {**last, **means}
+    means = dict.fromkeys(_SPEEDS, harmonic_mean) | {"step_time_s": fmean}
+    known = [key for key in means if records[-1].get(key) is not None]
+    return {**records[-1]} | {key: means[key]([each[key] for each in records]) for key in known}

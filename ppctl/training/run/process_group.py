@@ -18,17 +18,9 @@ from typing import Any
 
 import jax
 
+from ppctl import errors
 from ppctl.config import Mesh as MeshSettings
 from ppctl.config import Run
-from ppctl.errors import (
-    AgreedError,
-    CheckpointError,
-    ConfigError,
-    ElsewhereError,
-    LostError,
-    PpctlError,
-    one_line,
-)
 from ppctl.executors.device_mesh import all_devices
 from ppctl.launch import join_processes as distributed
 from ppctl.launch import xla_stderr
@@ -79,13 +71,13 @@ def process_group(run: Run, mesh: MeshSettings, settings: Mapping[str, Any]) -> 
         heartbeat.stop()
         distributed.gather("")
     # 2. errors that all processes raise at the same point
-    except (AgreedError, ElsewhereError, CheckpointError) as error:
+    except (errors.AgreedError, errors.ElsewhereError, errors.CheckpointError) as error:
         heartbeat.stop()
         distributed.leave()  # waits for all: a lost contact would hide the reason
         _clear(heartbeat)
-        if process == 0 or not isinstance(error, CheckpointError):
+        if process == 0 or not isinstance(error, errors.CheckpointError):
             raise
-        elsewhere = ElsewhereError()
+        elsewhere = errors.ElsewhereError()
         elsewhere.exit_code = error.exit_code
         raise elsewhere from error
     # 3. errors of only this process
@@ -117,13 +109,11 @@ def compare(facts: Mapping[str, Any]) -> None:
             both = (json.dumps(each[key]) if key in each else "not set" for each in (first, theirs))
             expected, actual = both
             if expected != actual:
-                raise _of_all(
-                    f"{key} is {expected} on process 0 and {actual} on process {process}. All "
-                    "processes need the same settings, data and versions."
-                )
+                what = f"{key} is {expected} on process 0 and {actual} on process {process}"
+                raise _of_all(f"{what}. All processes need the same settings, data and versions.")
 
 
-def raise_together(error: PpctlError | None, failed: Sequence[bool]) -> None:
+def raise_together(error: errors.PpctlError | None, failed: Sequence[bool]) -> None:
     """Raise the error of the first failed process, if any; other processes raise ElsewhereError.
 
     error: this process's error, or None. failed: a flag for each process.
@@ -135,14 +125,15 @@ def raise_together(error: PpctlError | None, failed: Sequence[bool]) -> None:
         raise error
     first = failed.index(True)
     text = f"process {first}: {distributed.gather(str(error or ''))[first]}"
-    agreed = AgreedError(text) if first == jax.process_index() else ElsewhereError(text)
+    is_mine = first == jax.process_index()
+    agreed = errors.AgreedError(text) if is_mine else errors.ElsewhereError(text)
     agreed.kind = agreed.kind if error is None else error.kind
     raise agreed from error
 
 
-def _of_all(message: str) -> PpctlError:
+def _of_all(message: str) -> errors.PpctlError:
     """Return an error for all processes to raise: process 0 prints it, the others exit silently."""
-    return AgreedError(message) if distributed.is_lead() else ElsewhereError()
+    return errors.AgreedError(message) if distributed.is_lead() else errors.ElsewhereError()
 
 
 def _shared_directory(run_dir: Path) -> Path:
@@ -155,7 +146,7 @@ def _shared_directory(run_dir: Path) -> Path:
                 shutil.rmtree(directory, ignore_errors=True)
                 directory.mkdir(parents=True)
                 (directory / token).touch()
-        except ConfigError as error:
+        except errors.ConfigError as error:
             problem = str(error)
     problem, token = json.loads(distributed.gather(json.dumps([problem, token]))[0])
     if problem:
@@ -178,15 +169,15 @@ def _with_process_number(error: Exception, run: Run, heartbeat: Heartbeat) -> Ex
         what = f"lost contact with another process while {heartbeat.text} ({reason})"
         xla_stderr.tell_lost(what)
         time.sleep(run.heartbeat_s + 5)  # JAX's service may end this process first, with a reason
-        return LostError(f"process {heartbeat.process}: {what}.")
-    if not isinstance(error, PpctlError):
-        text = f"{type(error).__name__}: {one_line(error)}"
+        return errors.LostError(f"process {heartbeat.process}: {what}.")
+    if not isinstance(error, errors.PpctlError):
+        text = f"{type(error).__name__}: {errors.one_line(error)}"
         heartbeat.fail(text)
         return RuntimeError(f"process {heartbeat.process}: {text}")
     # an error that all processes raise, such as non-finite numbers, is printed once
-    is_printed = heartbeat.fail(one_line(error)) or heartbeat.process == 0
+    is_printed = heartbeat.fail(errors.one_line(error)) or heartbeat.process == 0
     text = f"process {heartbeat.process}: {error}"
-    numbered = PpctlError(text) if is_printed else ElsewhereError()
+    numbered = errors.PpctlError(text) if is_printed else errors.ElsewhereError()
     numbered.exit_code, numbered.kind = error.exit_code, error.kind
     return numbered
 
@@ -195,7 +186,7 @@ def lost_contact(error: BaseException) -> str | None:
     """Return the reason of an error caused by the loss of another process, else None."""
     link = error if distributed.is_joined() else None
     while link is not None:
-        if not isinstance(link, PpctlError) and LOST_CONTACT.search(str(link)):
-            return one_line(link)[:150].rstrip(".")
+        if not isinstance(link, errors.PpctlError) and LOST_CONTACT.search(str(link)):
+            return errors.one_line(link)[:150].rstrip(".")
         link = link.__cause__
     return None

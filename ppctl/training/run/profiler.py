@@ -16,23 +16,27 @@ import tempfile
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from ppctl.config import Run
 from ppctl.executors.hlo_text import calls, computations, name_of, path_of
 from ppctl.executors.spmd.device_program import SCOPES
+from ppctl.launch import join_processes as distributed
 from ppctl.reports.measured_timeline_file import TASKS_FILE, Span, mean_costs, measured_timeline
-from ppctl.schedule.ir import Kind, Schedule, Task
+from ppctl.schedule.ir import Kind, Task
 from ppctl.schedule.mesh_axes import RANK_AXES
 from ppctl.schedule.simulator import Timeline, simulate
 from ppctl.schedule.tick_lowering import Ticks
 from ppctl.training.pipeline.engines.mpmd_engine import Mpmd
+from ppctl.training.run.run_environment import writing
 
 Tree = Any
 DEVICE = re.compile(r"/device:(?:GPU|TPU):(\d+)")
@@ -44,14 +48,14 @@ OPS_LINES = ("XLA Ops", "Stream ")  # trace lines of instructions on a TPU, of k
 # --- a step of executor=mpmd ----------------------------------------------------------------------
 
 
-def timed_step(
-    engine: Mpmd, schedule: Schedule, state: Tree, batch: Tree
-) -> tuple[Tree, Tree, Timeline]:
+def timed_step(engine: Mpmd, state: Tree, batch: Tree) -> tuple[Tree, Tree, Timeline]:
     """Run one step to its end; return (next state, metrics, measured timeline)."""
+    schedule = engine.scheduled.schedule
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             state, metrics = jax.block_until_ready(engine.step(state, batch))
-        spans = traced_spans(Path(folder), engine.dispatched(), engine.devices())
+        devices = [mesh.devices.flat[0].id for mesh in engine.meshes.by_rank]
+        spans = traced_spans(Path(folder), engine.dispatched(), devices)
     if spans is not None:
         return state, metrics, measured_timeline(schedule, spans)
     state, metrics, seconds = engine.step_by_step(state, batch)
@@ -115,17 +119,12 @@ def write_tasks(
         return None
     # 2. names of tracks, and events
     shown = [axis for axis in RANK_AXES if mesh.shape[axis] > 1]
-    names = {
-        device: " ".join([f"rank {place['pp']}", *(f"{axis}={place[axis]}" for axis in shown)])
-        for device, place in _places(mesh).items()
-    }
-    meta = {"ph": "M", "pid": 0}
-    events: list[dict[str, Any]] = [
-        meta | {"name": "thread_name", "tid": device, "args": {"name": name}}
-        for device, name in names.items()
-    ]
     about = {"name": f"tasks ({' x '.join(mesh.axis_names)})"}
-    events.append(meta | {"name": "process_name", "args": about})
+    events: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": about}]
+    for device, place in _places(mesh).items():
+        name = " ".join([f"rank {place['pp']}", *(f"{axis}={place[axis]}" for axis in shown)])
+        of_track = {"name": "thread_name", "tid": device, "args": {"name": name}}
+        events.append({"ph": "M", "pid": 0} | of_track)
     events += [{"ph": "X", "pid": 0, "cat": "task", **span} for span in spans]
     path = directory / TASKS_FILE
     path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}))
@@ -166,10 +165,9 @@ def _task_spans(
             bounds: dict[int, tuple[float, float]] = {}
             names = frozenset(chain.from_iterable(body.all for body in found))
             for event in events:
-                if event.instruction not in names:
-                    continue
                 number = bisect_right(begins, event.start_ns) - 1
-                if number < 0:  # an operation that the compiler moved out of the loop
+                # negative: an operation that the compiler moved out of the loop
+                if event.instruction not in names or number < 0:
                     continue
                 low, high = bounds.get(number, (event.start_ns, event.end_ns))
                 bounds[number] = min(low, event.start_ns), max(high, event.end_ns)
@@ -177,12 +175,8 @@ def _task_spans(
             for number, (low, high) in bounds.items():
                 tick, task = tasks[number % len(tasks)]
                 times = {"ts": low / 1e3, "dur": (high - low) / 1e3}
-                yield {
-                    "name": str(task),
-                    "tid": device,
-                    **times,
-                    "args": task._asdict() | {"tick": tick},
-                }
+                args = task._asdict() | {"tick": tick}
+                yield {"name": str(task), "tid": device, **times, "args": args}
 
 
 def _task(ticks: Ticks, tick: int, rank: int, scope: str) -> Task | None:
@@ -270,9 +264,62 @@ def task_bodies(compiled_text: str) -> dict[str, list[TaskBody]]:
 def _names(lines: dict[str, list[str]], computation: str, *, nested: bool) -> Iterator[str]:
     """Yield the instructions of a computation and its callees; nested: also in loops, branches."""
     for line in lines.get(computation, ()):
-        name = name_of(line)
-        if name is not None:
+        if (name := name_of(line)) is not None:
             yield name
         for call in calls(line):
             if nested or call.how in ("to_apply", "calls"):
                 yield from _names(lines, call.computation, nested=nested)
+
+
+class ProfileWindow:
+    """The traced steps of one start, on process 0. A context manager: an error closes the trace.
+
+    steps: the steps of run.profile from `start` on, counted from 0; empty: no trace.
+    """
+
+    def __init__(self, run: Run, start: int) -> None:
+        requested = run.profile_steps if distributed.is_lead() else None
+        self._requested, self._start = requested or range(0), start
+        self.steps = self._requested[max(0, start - self._requested.start) :]
+        self.directory = Path(run.dir) / "profile"
+        self._trace = ExitStack()
+        self.is_open = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._trace.close()
+
+    @property
+    def passed(self) -> str | None:
+        """Return a line on the requested steps that lie before this start, or None.
+
+        >>> ProfileWindow(Run(profile="2-9"), 4).passed
+        'run.profile traces only steps 4-9: this start begins with step 4 (the first is 0)'
+        """
+        if len(self.steps) == len(self._requested):
+            return None
+        what = f"traces only {_text(self.steps)}" if self.steps else "traces nothing"
+        return f"run.profile {what}: this start begins with step {self._start} (the first is 0)"
+
+    def begin(self) -> None:
+        """Start the trace."""
+        with writing(self.directory):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            recording = jax.profiler.trace(str(self.directory), create_perfetto_trace=True)
+            self._trace.enter_context(recording)
+        self.is_open = True
+
+    def end(self, finished: int) -> str:
+        """Write the trace; return a note if the end of the run cut it short, else ""."""
+        self.is_open = False
+        with writing(self.directory):
+            self._trace.close()
+        traced = self.steps[: finished - self.steps.start]
+        lacks = f"{_text(traced)} of {_text(self.steps)}"
+        return "" if traced == self.steps else f", cut by the end of the run: {lacks}"
+
+
+def _text(steps: range) -> str:
+    return f"steps {steps.start}-{steps.stop - 1}"

@@ -2,7 +2,7 @@
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,13 +18,11 @@ from ppctl.model.lora import with_base, without_adapters
 from ppctl.model.stack import init
 from ppctl.training.checkpoint.checkpoint import Checkpoints, aside_name
 from ppctl.training.checkpoint.manifest import array_types, differences
-from ppctl.training.checkpoint.stored_adapters import stored_lora
-from ppctl.training.checkpoint.stored_checkpoints import StoredCheckpoints, read_newest
+from ppctl.training.checkpoint.stored_checkpoints import StoredCheckpoints, read_newest, stored_lora
 from ppctl.training.pipeline.built_in_models import lora_of
 from ppctl.training.pipeline.engines.train_states import shardings_of
 from ppctl.training.pipeline.job import TrainingJob
-from ppctl.training.pipeline.named_optimizers import rates_of
-from ppctl.training.pipeline.optimizers import init_state
+from ppctl.training.pipeline.optimizers import init_state, rates_of
 from ppctl.training.run.kept_tokenizer import changed_tokenizer
 from ppctl.training.run.metrics import FILES as METRICS
 from ppctl.training.run.metrics import SKIPPED
@@ -64,18 +62,13 @@ def resume(job: TrainingJob, checkpoints: Checkpoints, say: Callable[[str], None
 
 
 def _go_back(step: int, checkpoints: Checkpoints, say: Callable[[str], None]) -> None:
-    """Set aside the checkpoints after `step`, unless the last start that did went back to it.
-
-    Prints a line. CheckpointError if there is no checkpoint of this step.
-    """
+    """Set aside the checkpoints after `step`, unless the last start that did went back to it."""
     stored, where = checkpoints.stored, checkpoints.directory
     steps, is_done = stored.steps(), stored.went_back(step)
     if step not in steps and not (is_done and steps):
         held = f"it holds {', '.join(map(str, steps))}" if steps else "it holds none"
-        raise CheckpointError(
-            f"run.resume={step}: no checkpoint of this step in {where}, {held}. Use a step of "
-            "one, or run.resume=auto."
-        )
+        what = f"run.resume={step}: no checkpoint of this step in {where}, {held}"
+        raise CheckpointError(f"{what}. Use a step of one, or run.resume=auto.")
     if is_done:
         say(
             f"note      run.resume={step}: an earlier start went back, and this one goes on from "
@@ -104,30 +97,29 @@ def _newest(job: TrainingJob, checkpoints: StoredCheckpoints) -> tuple[int, list
                 "Use run.resume=never to start anew next to them, or another run.dir."
             )
         if run.resume == "must":
-            raise CheckpointError(
-                f"run.resume=must, but there is no checkpoint {where}. Use run.resume=auto."
-            )
+            what = f"run.resume=must, but there is no checkpoint {where}"
+            raise CheckpointError(f"{what}. Use run.resume=auto.")
         return 0, []
     # 2. checkpoints that this request cannot go on from
     which = f"The checkpoint of step {step} {where}"
     if run.resume == "never":
-        raise CheckpointError(
-            f"run.resume=never, but there is a checkpoint of step {step} {where}. "
-            "Use run.resume=auto or another run.dir."
-        )
+        what = f"run.resume=never, but there is a checkpoint of step {step} {where}"
+        raise CheckpointError(f"{what}. Use run.resume=auto or another run.dir.")
     if step == 0:
         raise CheckpointError(
             f"{which} is an imported model. Train it into another run.dir, with "
             f"run.start_from={run.dir}."
         )
     if step > run.num_steps:
-        raise CheckpointError(
-            f"{which} is past run.num_steps={run.num_steps}. Use run.num_steps={step} or "
-            "more, or another run.dir."
-        )
+        what = f"{which} is past run.num_steps={run.num_steps}"
+        raise CheckpointError(f"{what}. Use run.num_steps={step} or more, or another run.dir.")
     # 3. changes of settings and code
     meta = checkpoints.meta(step)
-    changed = [*changes(meta["config"], job.settled), *_code_changes(job, meta)]
+    changed = [*changes(meta["config"], job.settled)]
+    for part, before in meta["sources"].items():  # the user's model and data
+        now = job.sources.get(part, {})
+        modules = changed_modules(before, now)
+        changed += [Change(f"{part}.code({m})", before.get(m), now.get(m)) for m in modules]
     changed += lr_changes(meta["config"], job.config, step)
     _check(job, checkpoints, step, changed, which)
     return step, changed
@@ -135,32 +127,17 @@ def _newest(job: TrainingJob, checkpoints: StoredCheckpoints) -> tuple[int, list
 
 def lr_changes(before: Mapping[str, Any], config: Config, step: int) -> list[Change]:
     """Return a Change if changed settings make the learning rate jump after `step` steps."""
-    old, now = before["optim"], asdict(config.optim)
-    rates = [
-        rates_of(of, num_steps)
-        for of, num_steps in ((old, before["run"]["num_steps"]), (now, config.run.num_steps))
-    ]
-    values = rates[0](step - 1), rates[0](step), rates[1](step)
+    old = rates_of(before["optim"], before["run"]["num_steps"])
+    now = rates_of(asdict(config.optim), config.run.num_steps)
+    values = old(step - 1), old(step), now(step)
     last, planned, first = (np.asarray(value).item() for value in values)
     if math.isclose(planned, first, rel_tol=LR_NOTICE):
         return []
     return [Change("lr", f"{last:.1e} at step {step}", f"{first:.1e} at step {step + 1}")]
 
 
-def _code_changes(job: TrainingJob, meta: Mapping[str, Any]) -> Iterator[Change]:
-    """Yield a Change for each module of the user's model and data whose code has changed."""
-    for part, before in meta["sources"].items():
-        now = job.sources.get(part, {})
-        for module in changed_modules(before, now):
-            yield Change(f"{part}.code({module})", before.get(module), now.get(module))
-
-
 def _check(
-    job: TrainingJob,
-    checkpoints: StoredCheckpoints,
-    step: int,
-    changed: Sequence[Change],
-    which: str,
+    job: TrainingJob, checkpoints: StoredCheckpoints, step: int, changed: list[Change], which: str
 ) -> None:
     """Raise CheckpointError, naming changed settings, if a run cannot go on from this step."""
     config, of_data = job.config, checkpoints.meta(step)["data"]
@@ -202,8 +179,7 @@ def state_from(job: TrainingJob) -> Tree | None:
     CheckpointError if the parameters are missing or do not fit.
     """
     # 1. the parameters
-    run, lora = job.config.run, lora_of(job.config.optim)
-    directory = run.start_from
+    lora, directory = lora_of(job.config.optim), job.config.run.start_from
     if directory is None:
         return None
     natural, stack = job.pipe.states.natural, job.pipe.stack
@@ -212,10 +188,8 @@ def state_from(job: TrainingJob) -> Tree | None:
     def newest() -> int:
         step = checkpoints.latest()
         if step is None:
-            raise CheckpointError(
-                f"run.start_from={directory} has no checkpoint. Name a run directory, as `ppctl "
-                "import` writes one."
-            )
+            what = f"run.start_from={directory} has no checkpoint"
+            raise CheckpointError(f"{what}. Name a run directory, as `ppctl import` writes one.")
         return step
 
     def read(step: int) -> tuple[Tree, bool]:
@@ -241,7 +215,7 @@ def state_from(job: TrainingJob) -> Tree | None:
 
     # 2. a new state with these parameters
     def fresh(params: Tree) -> Tree:
-        params = with_base(init(stack, run.seed), params) if is_base else params
+        params = with_base(init(stack, job.config.run.seed), params) if is_base else params
         return init_state(params, job.pipe.optimizer, stack.options.trainable)
 
     return jax.jit(fresh, out_shardings=shardings_of(natural))(params)

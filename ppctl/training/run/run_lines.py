@@ -27,11 +27,11 @@ def describe(job: TrainingJob, start: int, changed: Sequence[Change] = ()) -> It
     config, pipe = job.config, job.pipe
     device, model = pipe.meshes.device, config.model
     # 1. the model, its data and devices
-    kernels: tuple[str, ...] = ("xla",)
+    attention = linear = ""
     if isinstance(model, Transformer):
         kernels = attention_kernels(model, config.mesh.cp, pipe.dtype, device, job.data)
-    linear = linear_text(model, device) if isinstance(model, Transformer) else ""
-    attention = "" if kernels == ("xla",) else f", attention by {' and '.join(kernels)}"
+        attention = "" if kernels == ("xla",) else f", attention by {' and '.join(kernels)}"
+        linear = linear_text(model, device)
     trained = "" if pipe.num_trained == pipe.num_parameters else f" ({pipe.num_trained:,} trained)"
     size = f"{pipe.stack.num_layers} layers, {pipe.num_parameters:,} parameters{trained}"
     yield f"model     {model.name}, {size}, {pipe.dtype} compute{linear}{attention}"
@@ -93,8 +93,7 @@ def _schedule_lines(job: TrainingJob) -> Iterator[str]:
                 "interleaved take 1.00 times, with more activations"
             )
     # 3. the layers
-    text = partition_text(job)
-    if text is not None:
+    if (text := partition_text(job)) is not None:
         yield f"partition {text}"
 
 
@@ -111,8 +110,8 @@ class StepPrediction:
     def line(self) -> str:
         """Return the line to print before the run."""
         bubble = bubble_text(self.ideal_bubble_fraction, self.bubble_fraction)
-        step_s = self.step_time_s
-        step = "no step time" if step_s is None else f"{seconds_text(step_s, digits=3)} a step"
+        seconds = self.step_time_s
+        step = "no step time" if seconds is None else f"{seconds_text(seconds, digits=3)} a step"
         memory = f"{size_text(self.memory_bytes)} a device predicted"
         parts = filter(None, (step, bubble and f"bubble {bubble}", memory))
         return f"plan      {', '.join(parts)} ({self.source})"
@@ -120,8 +119,8 @@ class StepPrediction:
     def compared(self, step_times_s: Sequence[float], compiled_bytes: int) -> str:
         """Return the line to print after the run: predicted and measured values."""
         measured_s = statistics.median_low(step_times_s)  # two steps: the faster
-        sizes = size_text(self.memory_bytes), size_text(compiled_bytes)
-        memory = "{} a device predicted, {} compiled".format(*sizes)
+        predicted, compiled = size_text(self.memory_bytes), size_text(compiled_bytes)
+        memory = f"{predicted} a device predicted, {compiled} compiled"
         measured = seconds_text(measured_s, digits=3)
         if self.step_time_s is None:
             return f"plan      {memory}; {measured} a step measured, none predicted"

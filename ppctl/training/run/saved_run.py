@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,8 @@ from ppctl.reports import run_status
 from ppctl.reports.foreign_files import read_settings
 from ppctl.reports.recorded_settings import with_paths
 from ppctl.reports.run_files import read_lines
+from ppctl.training.checkpoint import stored_checkpoints as stored
 from ppctl.training.checkpoint.manifest import array_types, differences
-from ppctl.training.checkpoint.stored_adapters import merged_params
-from ppctl.training.checkpoint.stored_checkpoints import StoredCheckpoints, T, read_newest
 from ppctl.training.pipeline.built_in_models import lora_of, make_stack
 from ppctl.training.pipeline.call_checks import arrays_of, check_by_model
 from ppctl.training.pipeline.job import DEFAULT_DTYPE, open_data
@@ -80,10 +79,10 @@ class SavedRun:
             raise CheckpointError(f"{self.directory} has no checkpoint{wanted}; it has {found}.")
         return steps[-1] if step is None else step
 
-    def read(self, step: int | None, read: Callable[[int], T]) -> T:
+    def read(self, step: int | None, read: Callable[[int], stored.T]) -> stored.T:
         """Return read(step). None reads the newest checkpoint, even if a run replaces it."""
         if step is None:
-            return read_newest(lambda: self.step(None), read)
+            return stored.read_newest(lambda: self.step(None), read)
         return read(self.step(step))
 
     @cached_property
@@ -142,9 +141,9 @@ class SavedRun:
         return float(self._mean_loss(params, jax.tree.map(jnp.asarray, arrays))[0])
 
     @cached_property
-    def _checkpoints(self) -> StoredCheckpoints:
+    def _checkpoints(self) -> stored.StoredCheckpoints:
         all_devices()  # raises the reason if JAX cannot start
-        return StoredCheckpoints(self.directory / "checkpoints")
+        return stored.StoredCheckpoints(self.directory / "checkpoints")
 
     @cached_property
     def config(self) -> Config:
@@ -160,9 +159,8 @@ class SavedRun:
             root = Path(*place.parts[: -len(parts)])
         if root is None or root == Path.cwd():
             return found
-        return model_and_data(
-            with_paths(self.settings, lambda path: str(root / Path(path).expanduser()))
-        )
+        resolved = with_paths(self.settings, lambda path: str(root / Path(path).expanduser()))
+        return model_and_data(resolved)
 
     @property
     def started_in(self) -> Path | None:
@@ -174,8 +172,7 @@ class SavedRun:
     @cached_property
     def dtype(self) -> str:
         """The compute dtype recorded with the newest checkpoint; float32 for imported models."""
-        meta = self._checkpoints.meta(self.step(None))
-        return meta["config"]["run"]["dtype"] or DEFAULT_DTYPE
+        return self._checkpoints.meta(self.step(None))["config"]["run"]["dtype"] or DEFAULT_DTYPE
 
     @cached_property
     def _dtype(self) -> jnp.dtype:
@@ -193,14 +190,12 @@ class SavedRun:
 
     @cached_property
     def _mean_loss(self) -> Callable[..., Any]:
-        dtype = self._dtype
-        return jax.jit(
-            reference(self._stack, num_microbatches=1, remat="none", dtype=dtype, with_grads=False)
-        )
+        of_batch = partial(reference, self._stack, num_microbatches=1, remat="none")
+        return jax.jit(of_batch(dtype=self._dtype, with_grads=False))
 
     def _natural(self, step: int) -> Tree:
         _ = self._dtype  # raises for float64 if JAX has 32 bits
-        return merged_params(self._checkpoints, step, all_devices()[0])
+        return stored.merged_params(self._checkpoints, step, all_devices()[0])
 
     @cached_property
     def _trained(self) -> Callable[[int], tuple[Stack, Tree]]:
@@ -227,24 +222,18 @@ class SavedRun:
     def _stack(self) -> Stack:
         """The model, built for the data of the newest checkpoint. Warns if its code changed."""
         meta = self.read(None, self._checkpoints.meta)
+        model, device = self.config.model, all_devices()[0]
+        if isinstance(model, settings.Transformer):  # this device may lack the run's kernels
+            model = replace(model, attention="auto", moe=replace(model.moe, kernel="auto"))
+        lora, data = lora_of(self.config.optim), described(meta["data"])
         with _own_code(self):
-            stack = _stack_of(self.config, meta, self._dtype)
-        model = self.config.model
+            stack = make_stack(model, data, self._dtype, device, lora=lora)
         if isinstance(model, settings.CustomModel):
             before = meta["sources"].get("model", {})
             if changed := changed_modules(before, sources(model.target)):
                 text = f"{', '.join(changed)} changed after {self.directory} was trained"
                 warnings.warn(f"{text}; its results may differ now.", stacklevel=4)
         return stack
-
-
-def _stack_of(config: Config, meta: Mapping[str, Any], dtype: jnp.dtype) -> Stack:
-    """Return the model, built for the data that a checkpoint describes and the first device."""
-    model = config.model
-    if isinstance(model, settings.Transformer):  # this device may lack the run's kernels
-        model = replace(model, attention="auto", moe=replace(model.moe, kernel="auto"))
-    lora = lora_of(config.optim)
-    return make_stack(model, described(meta["data"]), dtype, all_devices()[0], lora=lora)
 
 
 @contextmanager
@@ -256,10 +245,8 @@ def _own_code(run: SavedRun) -> Iterator[None]:
         place = run.started_in
         if place is None or not isinstance(error.__cause__, ModuleNotFoundError):
             raise
-        where = f"{run.directory} was started in {place}"
-        raise ConfigError(
-            f"{error} {where}: go there, or name it in PYTHONPATH."
-        ) from error.__cause__
+        where = f"{error} {run.directory} was started in {place}"
+        raise ConfigError(f"{where}: go there, or name it in PYTHONPATH.") from error.__cause__
 
 
 def load_run(directory: str | Path) -> SavedRun:

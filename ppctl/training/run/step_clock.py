@@ -4,6 +4,7 @@ import queue
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -64,7 +65,8 @@ class StepClock:
     def _wait(self) -> None:
         end_s, early = 0.0, list[Watched | None]()  # early: the next in line, if taken too early
         for first in iter(lambda: early.pop() if early else self._steps.get(), None):
-            _failure(first)
+            with suppress(BaseException):  # noted below
+                jax.block_until_ready(first.numbers)
             now_s, steps = time.perf_counter(), [first]
             while not (early or self._steps.empty()):
                 step = self._steps.get()
@@ -75,16 +77,9 @@ class StepClock:
             began_s = max(end_s, first.dispatched_s)
             end_s = min(now_s, steps[-1].ended_s)
             for step in steps:
-                if (failure := _failure(step)) is None:
-                    step.step_time_s.set_result((end_s - began_s) / len(steps))
-                else:  # raised by the reader of the future
+                try:
+                    jax.block_until_ready(step.numbers)
+                except BaseException as failure:  # raised by the reader of the future
                     step.step_time_s.set_exception(failure)
-
-
-def _failure(step: Watched) -> BaseException | None:
-    """Wait until a step's arrays are done; return the error of its computation, if any."""
-    try:
-        jax.block_until_ready(step.numbers)
-    except BaseException as error:
-        return error
-    return None
+                else:
+                    step.step_time_s.set_result((end_s - began_s) / len(steps))

@@ -16,7 +16,7 @@ from ppctl.model.cross_entropy import perplexity
 from ppctl.model.experts.expert_balance import balance
 from ppctl.model.layer_reports import COUNTS
 from ppctl.training.checkpoint.checkpoint import Checkpoints
-from ppctl.training.pipeline.engines.step_memory import Footprint
+from ppctl.training.pipeline.engines.step_programs import Footprint
 from ppctl.training.pipeline.job import TrainingJob, unit_of_work
 from ppctl.training.pipeline.mfu import ModelFlops, mfu, mfu_peak_flops, model_flops
 from ppctl.training.run.events import Events
@@ -46,24 +46,24 @@ class StepRecords:
 
     def add(self, finished: int, numbers: Tree, step_time_s: float) -> None:
         """Check the numbers of a finished step and log them. Raises for numbers not finite."""
-        loss, grad_norm, lr = (float(numbers[name]) for name in ("loss", "grad_norm", "lr"))
+        names = "loss", *self.job.pipe.attached_losses, "grad_norm", "lr"
         self.step_times_s.append(step_time_s)
-        attached = {name: float(numbers[name]) for name in self.job.pipe.attached_losses}
-        self.last = {"step": finished, "loss": loss, **attached, "grad_norm": grad_norm, "lr": lr}
+        self.last = {"step": finished} | {name: float(numbers[name]) for name in names}
+        loss, grad_norm = self.last["loss"], self.last["grad_norm"]
         if COUNTS in numbers and isinstance(self.job.config.model, Transformer):
             self.last |= balance(jax.device_get(numbers[COUNTS]))
         self.last |= {"step_time_s": step_time_s, **self._speeds(step_time_s)}
         if num_skipped := self.metrics.num_skipped:
             rates: Any = self.job.pipe.lr_schedule
-            self.last |= {"lr": float(rates(finished - 1 - num_skipped))}
+            self.last["lr"] = float(rates(finished - 1 - num_skipped))
         if self.job.config.run.on_nonfinite == "skip":
-            self.last |= {"skipped_steps": num_skipped}
+            self.last["skipped_steps"] = num_skipped
             if not math.isfinite(grad_norm):
                 self._skip(finished)
                 return
             self._num_in_row = 0
         with writing(Path(self.job.config.run.dir)):
-            self.metrics.log(self.last, tuple(attached))
+            self.metrics.log(self.last, self.job.pipe.attached_losses)
         if loss == grad_norm == 0 and not self._is_empty_noted:
             self._is_empty_noted = True
             self.metrics.note(
@@ -87,8 +87,8 @@ class StepRecords:
     def _skip(self, finished: int) -> None:
         """Record a step without an update. SkippedError after run.max_skipped steps in a row."""
         run = self.job.config.run
+        examples = self.job.data.examples_of(finished - 1)
         with writing(Path(run.dir)):
-            examples = self.job.data.examples_of(finished - 1)
             self.metrics.log_skipped(self.last, examples)
         self.events.tell("skipped", step=finished, examples=examples)
         self._num_in_row += 1
@@ -117,8 +117,7 @@ class StepRecords:
         )
 
     def _speeds(self, step_time_s: float) -> dict[str, Any]:
-        unit, count, flops, peak = self._work
-        predicted = self.prediction
+        (unit, count, flops, peak), predicted = self._work, self.prediction
         return {
             unit: count / step_time_s,
             "model_flops_per_s": flops.full / step_time_s,
@@ -135,9 +134,7 @@ class StepRecords:
     @cached_property
     def _work(self) -> tuple[str, int, ModelFlops, float | None]:
         """Return (unit of speed, units of a step, FLOPs of a step, peak FLOP/s of all devices)."""
-        pipe, config = self.job.pipe, self.job.config
-        unit, count = unit_of_work(self.job)
-        device = pipe.meshes.device
-        peak = mfu_peak_flops(config.hardware, device.device_kind, str(pipe.dtype))
-        all_peak = None if peak is None else peak * pipe.meshes.num_devices
-        return unit, count, model_flops(self.job), all_peak
+        meshes, hardware = self.job.pipe.meshes, self.job.config.hardware
+        peak = mfu_peak_flops(hardware, meshes.device.device_kind, str(self.job.pipe.dtype))
+        all_peak = None if peak is None else peak * meshes.num_devices
+        return *unit_of_work(self.job), model_flops(self.job), all_peak

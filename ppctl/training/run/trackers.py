@@ -149,8 +149,7 @@ def mlflow(run: RunFacts) -> Tracker:
 
     def log(values: Values, step: int) -> None:
         now_ms = int(time.time() * 1000)
-        metrics = [Metric(key, value, now_ms, step) for key, value in values.items()]
-        client.log_batch(id, metrics)
+        client.log_batch(id, [Metric(key, value, now_ms, step) for key, value in values.items()])
 
     end = lambda is_finished: client.set_terminated(id, "FINISHED" if is_finished else "KILLED")  # noqa: E731
     return Tracker(log, end, id, place)
@@ -177,7 +176,7 @@ class BackgroundTracker:
 
     def __init__(self, name: str, run: RunFacts, note: Callable[[str], None], end_s: float = END_S):
         self.name, self._note, self._end_s = name, note, end_s
-        self._records: queue.SimpleQueue[tuple[Values, int] | None] = queue.SimpleQueue()
+        self._records = queue.SimpleQueue[tuple[Values, int] | None]()
         self._is_finished = False
         self._thread = threading.Thread(target=self._work, args=[run], name=name, daemon=True)
         self._thread.start()
@@ -197,8 +196,7 @@ class BackgroundTracker:
 
     def _work(self, run: RunFacts) -> None:
         try:
-            known = _known_ids(run.run_dir).get(self.name)
-            tracker = TRACKERS[self.name](run._replace(id=known))
+            tracker = TRACKERS[self.name](run._replace(id=_known_ids(run.run_dir).get(self.name)))
             if tracker.id is not None:
                 with _ids_lock:
                     ids = _known_ids(run.run_dir) | {self.name: tracker.id}

@@ -30,15 +30,14 @@ from ppctl.reports.terminal_output import OutputConsole, replace_file, show_json
 from ppctl.schedule.schedule_text import to_csv
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.checkpoint.manifest import check_names
-from ppctl.training.pipeline.engines.step_memory import Footprint
-from ppctl.training.pipeline.jax_start import start_jax
+from ppctl.training.pipeline.engines.step_programs import Footprint
+from ppctl.training.pipeline.jax_start import keep_compiled, start_jax
 from ppctl.training.pipeline.job import DEFAULT_DTYPE, TrainingJob, assemble, state_bytes
 from ppctl.training.pipeline.job_checks import check_job
-from ppctl.training.run.compilation_cache import keep_compiled
 from ppctl.training.run.events import Events
 from ppctl.training.run.heartbeat import Heartbeat
 from ppctl.training.run.kept_tokenizer import changed_tokenizer, keep_source
-from ppctl.training.run.loop import STOP, Loop
+from ppctl.training.run.loop import STOP, Loop, StopRequested
 from ppctl.training.run.metrics import Metrics
 from ppctl.training.run.process_group import compare, process_group
 from ppctl.training.run.resume import Resumed, resume, state_from
@@ -49,21 +48,15 @@ from ppctl.training.run.step_records import StepRecords
 from ppctl.training.run.trackers import check_trackers
 
 Predict = Callable[[TrainingJob], StepPrediction]  # predicts a step; called before compiling
-Say = Callable[[str], None]  # prints a line
+Say = Callable[..., None]  # prints lines
 
 
 def train(config: Config, overrides: Sequence[str], *, predict: Predict, as_json: bool) -> int:
     """Train a config and return the exit code: 0 finished, 128 + signal number if interrupted.
 
-    Args:
-        config: The composed settings.
-        overrides: Words of the command line, for the record.
-        predict: Returns step time and memory; called before compiling.
-        as_json: Print one JSON document to standard output, and lines to standard error.
-
-    Raises:
-        PpctlError: The request is impossible.
-        NonFiniteError: A loss, gradient or update is not finite.
+    overrides: words of the command line, for the record. as_json: print one JSON document to
+    standard output, and lines to standard error. PpctlError if the request is impossible,
+    NonFiniteError if a loss, gradient or update is not finite.
     """
     run_dir = Path(config.run.dir)
     check_run_dir(run_dir)
@@ -116,13 +109,12 @@ def _train(
         # 2. describe and record the start
         prediction = predict(job)
         notes = status.notes if status else ()
-        for line in (*describe(job, start, resumed.changed), prediction.line(), *notes):
-            say(line)
+        say(*describe(job, start, resumed.changed), prediction.line(), *notes)
         if status is not None:
             _record_start(job, status, resumed, overrides)
         events.tell("started", step=start, num_steps=run.num_steps)
         # 3. compile, and place the state
-        footprint, compile_time_s = _compiled(job, say, start)
+        compiled = _compiled(job, say, start)
         heartbeat.note("start", start)
         compare({})  # waits for all: Gloo gives up after half a minute
         engine = job.pipe.engine
@@ -130,27 +122,28 @@ def _train(
         del restored, resumed
         # 4. train
         with _metrics(job, start, console) as metrics, StepClock() as clock:
-            records = StepRecords(
-                job, checkpoints, metrics, events, prediction, footprint, compile_time_s
-            )
+            records = StepRecords(job, checkpoints, metrics, events, prediction, *compiled)
             loop = Loop(job, records, checkpoints, heartbeat, clock)
             with _stop_requests(console, run_dir / STOP_FILE) as stop_requested:
                 stopped_by = loop.run(state, start, stop_requested)
             metrics.is_finished = stopped_by is None
-        end = _ending(stopped_by, records.last["step"])
-        _record_end(end, run_dir, status, events)
+        ending, facts = _ending(stopped_by, records.last["step"])
+        if status is not None:
+            with writing(run_dir):
+                status.end(status=ending, **facts)
+                (run_dir / STOP_FILE).unlink(missing_ok=True)
+        events.tell(ending, **facts)
     # 5. sum up
-    _sum_up(records, end["status"], say, as_json=as_json and is_lead)
+    _sum_up(records, ending, say, as_json=as_json and is_lead)
     return 128 + stopped_by if stopped_by else 0
 
 
 def _note_tokenizer(job: TrainingJob, start: int, say: Say) -> None:
     """Print a line if the tokenizer differs from that of run.start_from, or of an earlier start."""
     run, data = job.config.run, job.config.data
+    directory, what = run.start_from, "token ids may mean other texts than in run.start_from"
     if start:
         directory, what = run.dir, "it makes the same tokens of this text and replaces the copy"
-    else:
-        directory, what = run.start_from, "token ids may mean other texts than in run.start_from"
     differs = None if directory is None else changed_tokenizer(Path(directory), data)
     if differs:
         say(f"note      {differs}; {what}")
@@ -167,22 +160,9 @@ def _checkpoints(run: Run, events: Events) -> Checkpoints:
     )
 
 
-def _record_end(
-    end: dict[str, Any], run_dir: Path, status: RunStatus | None, events: Events
-) -> None:
-    """Record the end of a run and send its event."""
-    if status is not None:
-        with writing(run_dir):
-            status.end(**end)
-            (run_dir / STOP_FILE).unlink(missing_ok=True)
-    events.tell(end["status"], **{key: end[key] for key in end if key != "status"})
-
-
 @contextmanager
-def _stop_requests(
-    console: OutputConsole, stop_file: Path
-) -> Iterator[Callable[[int], int | None]]:
-    """Yield a function: finished steps -> the signal that requested an end, STOP or None.
+def _stop_requests(console: OutputConsole, stop_file: Path) -> Iterator[StopRequested]:
+    """Yield the function that returns requests for an end.
 
     stop_file: written by `ppctl stop`; process 0 looks for it after each step. The second signal of
     a kind ends the process at once. In a run of several processes, JAX handles SIGTERM and stops
@@ -244,10 +224,8 @@ def _held(run_dir: Path, pid: int | None) -> ConfigError:
     who, how = f"process {pid}", f": kill -INT {pid}, which saves"
     if pid is None:
         who, how = "another process", ". If its machine is lost, the lock expires within minutes"
-    return ConfigError(
-        f"run.dir={run_dir} is written by {who} now. Use another run.name, or end that "
-        f"run first{how}."
-    )
+    what = f"run.dir={run_dir} is written by {who} now"
+    return ConfigError(f"{what}. Use another run.name, or end that run first{how}.")
 
 
 def _record_start(
@@ -268,15 +246,15 @@ def _record_start(
         status.begin(start.step, **facts)
 
 
-def _ending(stopped_by: int | None, step: int) -> dict[str, Any]:
-    """Return the record of a run that ended without an error.
+def _ending(stopped_by: int | None, step: int) -> tuple[str, dict[str, Any]]:
+    """Return (status, facts) of a run that ended without an error.
 
-    >>> _ending(2, 7), _ending(STOP, 7)["status"]
-    ({'status': 'interrupted', 'step': 7, 'reason': 'SIGINT'}, 'stopped')
+    >>> _ending(2, 7), _ending(STOP, 7)
+    (('interrupted', {'step': 7, 'reason': 'SIGINT'}), ('stopped', {'step': 7}))
     """
     if not stopped_by:
-        return {"status": FINISHED if stopped_by is None else STOPPED, "step": step}
-    return {"status": INTERRUPTED, "step": step, "reason": signal.Signals(stopped_by).name}
+        return FINISHED if stopped_by is None else STOPPED, {"step": step}
+    return INTERRUPTED, {"step": step, "reason": signal.Signals(stopped_by).name}
 
 
 def _metrics(job: TrainingJob, start: int, console: Console) -> Metrics:
@@ -295,8 +273,7 @@ def _compiled(job: TrainingJob, say: Say, start: int) -> tuple[Footprint, float]
     seconds = time.perf_counter() - began
     say(f"compiled in {seconds:.1f} s")
     if distributed.is_lead():
-        run_dir = Path(job.config.run.dir)
+        run_dir, memory = Path(job.config.run.dir), {"step": start, "ranks": job.pipe.memory()}
         with writing(run_dir):
-            memory = {"step": start, "ranks": job.pipe.memory()}
             replace_file(run_dir / MEMORY_FILE, json.dumps(memory) + "\n")
     return footprint, seconds

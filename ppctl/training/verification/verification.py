@@ -6,7 +6,7 @@ natural order.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -22,12 +22,8 @@ from ppctl.model.layer_inputs import LOSS
 from ppctl.model.layer_reports import with_updated, without_counted
 from ppctl.model.trainable_parameters import trained_part, with_trained
 from ppctl.training.pipeline.job import TrainingJob, evaluate
-from ppctl.training.pipeline.named_optimizers import make_optimizer
-from ppctl.training.pipeline.unpipelined.whole_model import (
-    initial_params,
-    of_author,
-    plain_functions,
-)
+from ppctl.training.pipeline.optimizers import make_optimizer
+from ppctl.training.pipeline.whole_model import initial_params, of_author, plain_functions
 from ppctl.training.verification.verify_pipeline import (
     Leaf,
     Number,
@@ -76,8 +72,7 @@ class PlainModel:
     @cached_property
     def first(self) -> tuple[dict[str, np.ndarray], Tree]:
         """Loss and gradients of the first batch at the initial parameters, on the host."""
-        batch = next(self.job.data.batches())
-        return jax.device_get(self.loss_and_grads(self.params, batch, 0))
+        return jax.device_get(self.loss_and_grads(self.params, next(self.job.data.batches()), 0))
 
     def run(self, num_steps: int, tolerance: float) -> PlainSteps:
         """Return the first train steps.
@@ -87,14 +82,15 @@ class PlainModel:
         updates are repeated with gradients one tolerance larger and one smaller.
         """
         # 1. the update of a state, with gradients shifted by `shift` tolerances
-        config, data = self.job.config, self.job.data
-        how: dict[str, Any] = {"on_nonfinite": config.run.on_nonfinite}
-        optimizer, lr_schedule = make_optimizer(config.optim, config.run.num_steps, **how)
+        config, data, options = self.job.config, self.job.data, self.job.pipe.stack.options
+        rule, counted = config.run.on_nonfinite, options.updates
+        request = config.optim, config.run.num_steps
+        optimizer, lr_schedule = make_optimizer(*request, on_nonfinite=rule)
         clip_norm = config.optim.clip_norm
         max_norm = math.inf if clip_norm is None else clip_norm
-        stack = self.job.pipe.stack
-        counted, which = stack.options.updates, stack.options.trainable
-        trained_of = lambda params: without_counted(trained_part(params, which), counted)  # noqa: E731
+
+        def trained_of(params: Tree) -> Tree:
+            return by_layer(without_counted(trained_part(params, options.trainable), counted))
 
         def update(state: Tree, grads: Tree, max_norm: jax.Array, shift: jax.Array) -> Tree:
             given, grads = grads, without_counted(grads, counted)
@@ -102,20 +98,20 @@ class PlainModel:
             clipping = optax.clip_by_global_norm(max_norm)
             grads, _ = clipping.update(grads, clipping.init(grads))
             least = rounding_of(grads)  # smallest tolerance: gradients may cancel to about 0
-            size = lambda g: jnp.maximum(tolerance * jnp.abs(g).max(), least)  # noqa: E731
-            grads = jax.tree.map(lambda g: g + (shift * size(g)).astype(g.dtype), grads)
-            trained, grads = map(by_layer, (trained_of(state["params"]), grads))
+            sizes = jax.tree.map(lambda g: jnp.maximum(tolerance * jnp.abs(g).max(), least), grads)
+            grads = jax.tree.map(lambda g, size: g + (shift * size).astype(g.dtype), grads, sizes)
+            trained, grads = trained_of(state["params"]), by_layer(grads)
             apply = optax.with_extra_args_support(optimizer).update
             updates, optimizer_state = apply(grads, state["optimizer"], trained, norm=norm)
             trained = stacked(optax.apply_updates(trained, updates))
             params = with_trained(trained, state["params"])
-            is_applied = jnp.isfinite(norm) if how["on_nonfinite"] == "skip" else True
+            is_applied = jnp.isfinite(norm) if rule == "skip" else True
             params = with_updated(params, given, counted, 1, is_applied=is_applied)
             return {"params": params, "optimizer": optimizer_state}
 
         # 2. the steps, for each shift
-        trained = by_layer(trained_of(self.params))
-        optimizer_state = jax.device_get(compiled_quickly(optimizer.init)(trained))
+        optimizer_state = compiled_quickly(optimizer.init)(trained_of(self.params))
+        optimizer_state = jax.device_get(optimizer_state)
         before = {"params": self.params, "optimizer": optimizer_state}
         states, numbers = [before] * len(SHIFTS), []
         compiled_update, lr_of = compiled_quickly(update), compiled_quickly(lr_schedule)
@@ -130,7 +126,8 @@ class PlainModel:
             states = jax.device_get(updated)
         # 3. the final states, their difference, and an evaluation
         before, after, *shifted = map(stacked, (before, *states))
-        slack, eval_loss = jax.tree.map(_largest_difference, after, *shifted), None
+        changes = (jax.tree.map(lambda a, b: np.abs(b - a), after, each) for each in shifted)
+        slack, eval_loss = jax.tree.map(np.maximum, *changes), None
         if config.run.eval_every is not None:
             batches = data.eval_batches(num_compared_batches(self.job))
             pairs = (jax.device_get(self.losses(after["params"], batch)) for batch in batches)
@@ -152,15 +149,15 @@ def stacked(tree: Tree) -> Tree:
     >>> jax.tree.map(len, stacked(({"layers": [{"w": 1.0}, {"w": 2.0}]},)))
     ({'layers': {'w': 2}},)
     """
-    is_listed = lambda node: isinstance(node, dict) and isinstance(node.get("layers"), list)  # noqa: E731
+
+    def is_listed(node: Tree) -> bool:
+        return isinstance(node, dict) and isinstance(node.get("layers"), list)
+
+    def stack(*arrays: Any) -> Any:  # numpy compiles nothing
+        return (jnp if isinstance(arrays[0], jax.Array) else np).stack(arrays)
 
     def join(node: Tree) -> Tree:
-        if not is_listed(node):
-            return node
-        return {**node, "layers": jax.tree.map(lambda *a: library(a).stack(a), *node["layers"])}
-
-    def library(arrays: Sequence[Any]) -> Any:
-        return jnp if isinstance(arrays[0], jax.Array) else np  # numpy compiles nothing
+        return {**node, "layers": jax.tree.map(stack, *node["layers"])} if is_listed(node) else node
 
     return jax.tree.map(join, tree, is_leaf=is_listed)
 
@@ -226,7 +223,3 @@ def compare_training(job: TrainingJob, plain: PlainSteps, state: Tree) -> Traini
     trees += plain.before | counts[0], plain.slack | counts[0]
     leaves = in_layers(stack, compare_trees(*(of_author(stack, tree) for tree in trees)))
     return TrainingComparison(plain.clip_norm, tuple(steps), leaves, eval_loss)
-
-
-def _largest_difference(a: np.ndarray, *others: np.ndarray) -> np.ndarray:
-    return np.max([np.abs(b - a) for b in others], axis=0)

@@ -10,21 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from ppctl.errors import ConfigError, setting
+from ppctl.executors.parameter_layout import is_layer
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.stack import Stack
 from ppctl.training.pipeline.call_checks import on_host
 from ppctl.training.pipeline.pipeline import Pipeline
-from ppctl.training.pipeline.unpipelined.whole_model import (
-    initial_params,
-    of_author,
-    plain_functions,
-)
+from ppctl.training.pipeline.whole_model import initial_params, of_author, plain_functions
 
 Tree = Any
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 5e-2}  # max|difference|/max|reference|
 ROUNDINGS = 8.0  # allowed error, in eps of the largest number: the order of sums differs
-# allowed error of a state, as a multiple of its change if gradients change by the tolerance
-SLACKS = 2.0
+SLACKS = 2.0  # allowed error of a state, in changes of it by gradients that differ by the tolerance
 
 
 @dataclass(frozen=True)
@@ -75,8 +71,8 @@ class Verification:
     @property
     def ok(self) -> bool:
         """Whether every error is within the tolerance."""
-        errors = [self.loss.error, *(leaf.error for leaf in self.gradients)]
-        return all(error <= self.tolerance for error in errors)  # NaN fails
+        compared = self.loss, *self.gradients
+        return all(each.error <= self.tolerance for each in compared)  # NaN fails
 
 
 def verify(pipe: Pipeline, batch: Mapping[str, Any], seed: int | None = None) -> Verification:
@@ -113,23 +109,16 @@ def check_comparable(pipe: Pipeline) -> None:
     """
     if pipe.stack.options.rounded_weights and pipe.dtype != jnp.float64:
         asked, use = (setting("run.dtype", str(dtype)) for dtype in (pipe.dtype, "float64"))
-        raise ConfigError(
-            f"{asked} with {setting('model.linear_dtype')}: roundings to 8 bits hide differences, "
-            f"except in float64. Use {use} to verify."
-        )
+        both = f"{asked} with {setting('model.linear_dtype')}"
+        what = f"{both}: roundings to 8 bits hide differences, except in float64"
+        raise ConfigError(f"{what}. Use {use} to verify.")
 
 
 def verify_gradients(
     pipe: Pipeline, plain: tuple[Mapping[str, np.ndarray], Tree], found: tuple[jax.Array, Tree]
 ) -> Verification:
-    """Return the comparison of loss and gradients of a batch.
-
-    plain: losses and gradients of the batch without a pipeline, on the host. found: loss and
-    gradients of the pipeline.
-    """
-    loss, grads = found
-    losses, expected = plain
-    tolerance = tolerance_of(pipe)
+    """Return the comparison of (losses, gradients): plain, on the host, and of the pipeline."""
+    (loss, grads), (losses, expected), tolerance = found, plain, tolerance_of(pipe)
     least = float(rounding_of(expected, np)) / tolerance
     expected, grads = (of_author(pipe.stack, tree) for tree in (expected, grads))
     leaves = in_layers(pipe.stack, compare_trees(expected, grads, least=least))
@@ -186,7 +175,7 @@ def compare_trees(
     change since `before`.
     """
     # 1. pair the arrays; optimizers nest the same arrays differently
-    flat, treedef = jax.tree_util.tree_flatten_with_path(expected)
+    flat, treedef = jax.tree.flatten_with_path(expected)
     nothing: list[Any] = [None] * len(flat)
     others = (nothing if tree is None else treedef.flatten_up_to(tree) for tree in (before, slack))
     for (path, want), got, start, moved in zip(flat, jax.tree.leaves(actual), *others, strict=True):
@@ -195,15 +184,13 @@ def compare_trees(
         rounding = ROUNDINGS * jnp.finfo(want.dtype).eps if is_floating else 0.0
         want, got = np.asarray(want, np.float64), np.asarray(got, np.float64)
         difference = excess = np.abs(want - got)
-        change = want
+        change = want if start is None else want - np.asarray(start, np.float64)
         if start is not None:
-            change = want - np.asarray(start, np.float64)
             allowed = SLACKS * np.asarray(moved) + rounding * np.abs(want).max()
             excess = np.maximum(difference - allowed, 0.0)
         # 3. the largest difference and its layer
         max_abs = float(np.abs(change).max())
-        part = next((key for key in map(_key, path) if key in ("embed_head", "layers")), None)
-        is_stacked = part == "layers" and difference.ndim > 0
+        is_stacked = is_layer(path) and difference.ndim > 0
         yield Leaf(
             jax.tree_util.keystr(path, simple=True, separator="/"),
             want.shape,
@@ -218,7 +205,3 @@ def compare_trees(
 def worst_of(leaves: Sequence[Leaf]) -> Leaf:
     """Return the leaf with the largest error; NaN is larger than any number."""
     return max(leaves, key=lambda leaf: (math.isnan(leaf.error), leaf.error))
-
-
-def _key(entry: Any) -> Any:
-    return getattr(entry, "key", None)

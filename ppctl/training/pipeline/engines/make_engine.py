@@ -7,21 +7,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
 
 from ppctl.errors import ConfigError
 from ppctl.executors.model_shapes import Model
-from ppctl.executors.parameter_layout import Layout, layer_specs, shapes_on_device
+from ppctl.executors.parameter_layout import BATCH, Layout, layer_specs, shapes_on_device
 from ppctl.executors.reference import reference
 from ppctl.executors.spmd.spmd_program import spmd, spmd_sizes, state_sizes
 from ppctl.model.layer_inputs import check_parts
-from ppctl.model.stack import DividedStack, Stack, flat_batch, num_examples
+from ppctl.model.stack import DividedStack, Stack, flat_batch, num_examples, shapes_like
 from ppctl.schedule.mesh_axes import DATA_AXES, MeshSizes
 from ppctl.schedule.scheduled_step import ScheduledStep
-from ppctl.training.pipeline.engines.mpmd_engine import Mpmd
+from ppctl.training.pipeline.engines.mpmd_engine import Mpmd, PostValidated
 from ppctl.training.pipeline.engines.one_program import OneProgram
-from ppctl.training.pipeline.engines.post_validation import PostValidated
 from ppctl.training.pipeline.engines.rank_states import GroupModel
-from ppctl.training.pipeline.engines.train_states import States, over_mesh
+from ppctl.training.pipeline.engines.train_states import PlacedBatches, States
 from ppctl.training.pipeline.execution import Execution
 from ppctl.training.pipeline.optimizers import LossAndGrads, ModelOptimizer
 
@@ -50,9 +50,8 @@ def make_engine(
         groups = (GroupModel(tuple(range(step.schedule.num_ranks)), states.layout, model),)
         arguments = states, shapes, groups, step, *how, dict(execution.xla_flags)
         if execution.post_validation:
-            return PostValidated(
-                *arguments, max_norm=clip_norm, guards_finite=optimizer.guards_finite
-            )
+            guards_finite = optimizer.guards_finite
+            return PostValidated(*arguments, max_norm=clip_norm, guards_finite=guards_finite)
         return Mpmd(*arguments)
     # 2. the reference
     if step.ticks is None:
@@ -66,7 +65,8 @@ def make_engine(
         slots = step.ticks.num_slots
         sizes = spmd_sizes(model, states.layout, states.staged, splits=bool(slots.get("pending")))
     options = execution.xla_flags, model.stack.takes_key
-    batches = over_mesh(shapes, states.layout.mesh, model.num_microbatches)
+    shardings = dict.fromkeys(shapes, NamedSharding(states.layout.mesh, BATCH))
+    batches = PlacedBatches(shapes, shardings, model.num_microbatches)
     return OneProgram(states, batches, *functions, *how, sizes, slots, *options)
 
 
@@ -89,10 +89,9 @@ def model_of(
         check_parts(stack, states.natural["params"]["embed_head"], shapes)
     mesh, of_rank = states.layout.mesh, states.layout.of_rank
     params = shapes_on_device(states.natural["params"], {} if of_rank.auto else of_rank.shards)
-    layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
+    layer = shapes_like(params["layers"], first=1)
     parts = num_microbatches * MeshSizes.of(mesh.shape).along(DATA_AXES)
-    size = num_examples(shapes["inputs"]) // parts
-    microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((size, *a.shape[1:]), a.dtype), shapes)
+    microbatch = shapes_like(shapes, num_examples(shapes["inputs"]) // parts, first=1)
     # 2. the specs of gathered layers, and of parameters that XLA divides
     specs = None
     if execution.gathers_by_layer and mesh.shape["fsdp"] > 1:

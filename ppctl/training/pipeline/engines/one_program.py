@@ -20,8 +20,8 @@ from ppctl.executors.programs_under_way import ProgramsUnderWay
 from ppctl.executors.work.rank_bytes import RankSizes, rank_bytes
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.random_keys import SEED, key_of_seed, with_example_keys
-from ppctl.training.pipeline.engines.step_memory import Footprint, Temporaries
-from ppctl.training.pipeline.engines.step_programs import StepProgram, StepPrograms
+from ppctl.model.stack import shapes_like
+from ppctl.training.pipeline.engines import step_programs
 from ppctl.training.pipeline.engines.train_states import PlacedBatches, States, shardings_of
 from ppctl.training.pipeline.optimizers import Optimizer, train_step
 
@@ -32,8 +32,7 @@ Tree = Any
 class OneProgram:
     """An `Engine` with a staged state; `loss_and_grads_of` and `loss_of` take staged parameters.
 
-    The other engines have the same methods, except `train_step` and the methods that
-    trace, lower and compile one program.
+    The other engines have the same methods, except those that trace, lower and compile a program.
     """
 
     states: States
@@ -62,8 +61,7 @@ class OneProgram:
 
     def share(self, rank: int) -> Tree:
         """Return the shapes of one device's share of a rank's {"params", "optimizer", "step"}."""
-        del rank  # all ranks hold equal shares
-        return shard_shapes(self.states.staged)
+        return shard_shapes(self.states.staged)  # equal shares on all ranks
 
     def params(self, state: Tree) -> Tree:
         """Return a state's parameters in natural order on the whole mesh."""
@@ -89,30 +87,32 @@ class OneProgram:
 
     def trace_train_step(self) -> jax.stages.Traced:
         """Trace the train step (state, batch) -> (state, metrics), which donates the state."""
-        everywhere = NamedSharding(self.states.layout.mesh, P())
-        out = shardings_of(self.states.staged), everywhere
+        out = shardings_of(self.states.staged), NamedSharding(self.states.layout.mesh, P())
         step = jax.jit(self.train_step, donate_argnums=0, out_shardings=out)
-        key = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), self._seed_key)
-        return step.trace(self.states.staged, self.batches.placed | key)
+        return step.trace(self.states.staged, self.batches.placed | shapes_like(self._seed_key))
 
     def lower_train_step(self) -> jax.stages.Lowered:
         """Return the train step lowered, ready to compile."""
         return self.trace_train_step().lower()
 
-    def compile(self, *, evaluate: bool) -> Footprint:
+    def compile(self, *, evaluate: bool) -> step_programs.Footprint:
         """Compile the train step, and with `evaluate` the programs of `loss`."""
         self.compiled["step"] = step = self.compile_program(self.lower_train_step())
         if evaluate:
             lowered = jax.jit(self.loss_of).lower(self.states.staged["params"], self.batches.placed)
             self.compiled["loss"] = self.compile_program(lowered)
         ranks = self.states.layout.mesh.shape["pp"]
-        return Footprint(temp_bytes(step), (total_bytes(step),) * ranks, step.as_text() or "")
+        return step_programs.Footprint(
+            temp_bytes(step), (total_bytes(step),) * ranks, step.as_text() or ""
+        )
 
     def compile_program(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         """Compile a lowered program with the compiler options of training."""
         return lowered.compile(dict(self.flags) or None)
 
-    def memory(self, temporaries: Temporaries | None = None) -> tuple[dict[str, int], ...]:
+    def memory(
+        self, temporaries: step_programs.Temporaries | None = None
+    ) -> tuple[dict[str, int], ...]:
         """Return the bytes of one device by part, for each rank, from shapes.
 
         temporaries: gives the bytes of a program's temporaries. None: the compiled step's total
@@ -128,19 +128,12 @@ class OneProgram:
             of_rank["temporaries"] = max(0, rest)
         return (of_rank,) * self.states.layout.mesh.shape["pp"]
 
-    def programs(self) -> StepPrograms:
+    def programs(self) -> step_programs.StepPrograms:
         """Return the traced programs of a step."""
         traced, mesh = self.trace_train_step(), self.states.layout.mesh.shape
-        step = StepProgram(
-            "step",
-            mesh,
-            tuple(range(mesh["pp"])),
-            1,
-            traced,
-            traced.lower,
-            lambda: self.compile_program(step.lowered),
-        )
-        return StepPrograms([step], [])
+        ranks, compiled = tuple(range(mesh["pp"])), lambda: self.compile_program(step.lowered)
+        step = step_programs.StepProgram("step", mesh, ranks, 1, traced, traced.lower, compiled)
+        return step_programs.StepPrograms([step], [])
 
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
         """Return (next state, metrics: "loss", attached losses, "grad_norm", and "lr" if known).
@@ -166,8 +159,6 @@ class OneProgram:
 
     @cached_property
     def _of_gradients(self) -> tuple[Callable[..., Any], ...]:
-        with_keys, to_natural = (
-            partial(with_example_keys, num_dims=2),
-            self.states.layout.to_natural,
-        )
-        return tuple(map(compiled_quickly, (with_keys, self.loss_and_grads_of, to_natural)))
+        with_keys = partial(with_example_keys, num_dims=2)
+        functions = with_keys, self.loss_and_grads_of, self.states.layout.to_natural
+        return tuple(map(compiled_quickly, functions))

@@ -47,7 +47,11 @@ class RankStates:
         self.states, self.groups = states, groups
         meshes = tuple(RankGroup(group.layout.mesh, group.ranks) for group in groups)
         self.meshes = RankMeshes(meshes, states.layout.mesh)
-        self.of_groups = tuple(self._of(group.layout) for group in groups)
+        self.trainable = groups[0].model.stack.options.trainable
+        self.of_groups = tuple(
+            states if group.layout is states.layout else replace(states, layout=group.layout)
+            for group in groups
+        )
         rank_of = states.layout.placement.rank_of
         self.divisions = tuple(
             Division(
@@ -57,18 +61,7 @@ class RankStates:
             )
             for group in groups
         )
-        trainable = groups[0].model.stack.options.trainable
-        # the parts of a state that have a natural form
-        self._part_of: dict[str, Callable[[Tree], Tree]] = {
-            "state": lambda state: state,
-            "params": lambda state: state["params"],
-            "gradients": lambda state: trained_part(state["params"], trainable),
-        }
         self._to_natural: dict[tuple[Layout, str], Callable[[Tree], Tree]] = {}
-
-    def _of(self, layout: Layout) -> States:
-        whole = self.states
-        return whole if layout is whole.layout else replace(whole, layout=layout)
 
     def new(self, seed: int | None) -> Tree:
         """Return the initial state: each group draws its layers."""
@@ -80,10 +73,15 @@ class RankStates:
 
     def to_natural(self, trees: Sequence[Tree], part: str = "state") -> Tree:
         """Return the natural form of the ranks' trees; part: state | params | gradients."""
-        pick, found = self._part_of[part], []
-        for (ranks, layout, _), division, states in zip(
-            self.groups, self.divisions, self.of_groups, strict=True
-        ):
+
+        def pick(state: Tree) -> Tree:
+            if part == "gradients":
+                return trained_part(state["params"], self.trainable)
+            return state["params"] if part == "params" else state
+
+        found = []
+        groups = zip(self.groups, self.divisions, self.of_groups, strict=True)
+        for (ranks, layout, _), division, states in groups:
             staged = division.join([trees[r] for r in ranks], pick(states.staged))
             if (layout, part) not in self._to_natural:
                 out = jax.tree.map(_sharding, pick(states.natural), staged)
@@ -95,8 +93,7 @@ class RankStates:
         """Return the tree of each rank from the groups' staged trees."""
         of_rank: dict[int, Tree] = {}
         for group, division, tree in zip(self.groups, self.divisions, staged, strict=True):
-            split = division.split(jax.block_until_ready(tree))
-            of_rank |= zip(group.ranks, split, strict=True)
+            of_rank |= zip(group.ranks, division.split(jax.block_until_ready(tree)), strict=True)
         return tuple(of_rank[r] for r in sorted(of_rank))
 
     def _merged(self, parts: Sequence[Tree], shapes: Tree) -> Tree:

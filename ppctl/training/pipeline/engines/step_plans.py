@@ -28,10 +28,8 @@ class StepPlans:
     model: any of the groups' models. placement: of all ranks.
     """
 
-    def __init__(
-        self, model: Model, placement: Placement, scheduled: ScheduledStep, meshes: RankMeshes
-    ):
-        self.model, self.scheduled, self.group_of = model, scheduled, meshes.group_of
+    def __init__(self, model: Model, placement: Placement, step: ScheduledStep, meshes: RankMeshes):
+        self.model, self.scheduled, self.group_of = model, step, meshes.group_of
         self.placement, self.rank_of = placement, placement.rank_of
         self.stage_roles = roles(
             placement.partition,
@@ -145,22 +143,16 @@ class StepPlans:
 
     def _norm(self) -> list[PlanEntry]:
         """Return the entries for a step's numbers: the last rank combines the sums of all ranks."""
-        writes = ("squares", *self.counts)
-        ops = [
-            self._op("squares", r, [("grads", r)], [(name, r) for name in writes])
-            for r in self.ranks
-        ]
+        ops = []
+        for r in self.ranks:
+            writes = [("squares", r), *((name, r) for name in self.counts)]
+            ops.append(self._op("squares", r, [("grads", r)], writes))
         moves, squares = self._to_last("squares", self.ranks)
         sent, attached = self._to_last("attached", self.ranks if self.model.inputs.names else ())
         counted, counts = self._to_last(COUNTS, self.ranks if self.counts else ())
         reads = [("loss",), ("number",), ("step", self.last), *squares, *attached, *counts]
-        return [
-            *ops,
-            *moves,
-            *sent,
-            *counted,
-            self._op("combine", self.last, reads, [("numbers",)]),
-        ]
+        combine = self._op("combine", self.last, reads, [("numbers",)])
+        return [*ops, *moves, *sent, *counted, combine]
 
     def _updates(self, kind: str, numbers: str) -> list[PlanEntry]:
         ops = []

@@ -1,4 +1,4 @@
-"""The programs of a step at every stage of compilation: jaxpr, StableHLO, HLO."""
+"""The programs of a step at every stage of compilation (jaxpr, StableHLO, HLO), and its memory."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +13,10 @@ from ppctl.executors.compiler_options import temp_bytes
 from ppctl.executors.hlo_text import Collective, collectives
 from ppctl.executors.model_shapes import shard_bytes
 from ppctl.executors.mpmd.compiled_programs import CompiledPrograms
-from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry
+from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, ProgramId
+from ppctl.executors.mpmd.plan_values import value_kind
 from ppctl.schedule.ir import PART_KINDS, Task
+from ppctl.schedule.partition.partition import ranks_text
 from ppctl.schedule.schedule_text import WORDS
 
 FORMS = ("jaxpr", "stablehlo", "hlo")
@@ -124,26 +126,41 @@ def _name(ops: Sequence[PlanEntry]) -> str:
             _name_of([*filter(None, tasks)]) for tasks in zip(*pairs, strict=True) if tasks[0]
         )
     if op.program.kind == "reduce":
-        return f"reduce of stage {runs_text(sorted({s for each in ops for _, s in each.reads}))}"
-    return f"{op.program.kind} of rank {runs_text(sorted({each.rank for each in ops}))}"
+        return f"reduce of stage {ranks_text(sorted({s for each in ops for _, s in each.reads}))}"
+    return f"{op.program.kind} of rank {ranks_text(sorted({each.rank for each in ops}))}"
 
 
 def _name_of(tasks: Sequence[Task]) -> str:
     stages, kind = sorted({task.stage for task in tasks}), tasks[0].kind
     place = "part" if kind in PART_KINDS else "stage"
-    return f"{WORDS[kind]} of {place} {runs_text(stages)}"
+    return f"{WORDS[kind]} of {place} {ranks_text(stages)}"
 
 
-def runs_text(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as text; consecutive numbers become a range.
+PARTS = (
+    *("parameters", "optimizer", "weights", "gradients", "activations", "transfers", "batch"),
+    "temporaries",
+)
+# program, or None for the program of a whole step -> bytes of temporaries on one device
+Temporaries = Callable[[ProgramId | None], int]
 
-    >>> runs_text([0, 1, 2, 5, 7, 8]), runs_text([])
-    ('0-2 5 7-8', '')
+
+@dataclass(frozen=True)
+class Footprint:
+    """The memory of a step's compiled programs."""
+
+    temp_bytes: int  # bytes of temporaries on the device that needs most
+    total_bytes: tuple[int, ...]  # bytes of one device of each rank, all parts; 0: remote rank
+    text: str  # text of the compiled program; "" for a step of many programs
+
+
+def by_part(held: Mapping[str, int]) -> dict[str, int]:
+    """Return bytes by part, in the order of PARTS, from bytes by value name.
+
+    >>> by_part({"params": 8, "stash": 2, "temporaries": 1})["activations"]
+    2
     """
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][-1] + 1:
-            runs[-1].append(n)
-        else:
-            runs.append([n])
-    return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    found: dict[str, int] = dict.fromkeys(PARTS[:-1], 0)
+    for name, size in held.items():
+        part = name if name == "temporaries" else value_kind(name).memory
+        found[part] = found.get(part, 0) + size
+    return found

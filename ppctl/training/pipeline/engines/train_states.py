@@ -11,10 +11,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from ppctl.executors.compiler_options import compiled_quickly
-from ppctl.executors.parameter_layout import BATCH, Layout, with_layers
+from ppctl.executors.parameter_layout import Layout, with_layers
 from ppctl.model.stack import flat_batch, num_examples
 
 Tree = Any
@@ -170,12 +170,6 @@ class PlacedBatches:
             key: jax.tree.map(partial(one, sharding=sharding), batch[name_of(key)])
             for key, sharding in self.shardings.items()
         }
-
-
-def over_mesh(shapes: Mapping[str, Tree], mesh: Mesh, num_microbatches: int) -> PlacedBatches:
-    """Return the placement of batches of these shapes on one mesh."""
-    sharding = NamedSharding(mesh, BATCH)
-    return PlacedBatches(shapes, dict.fromkeys(shapes, sharding), num_microbatches)
 
 
 def name_of(key: str | tuple[str, int]) -> str:

@@ -14,15 +14,9 @@ from ppctl.executors.parameter_layout import gathered, sharded_over
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.layer_reports import counted_part, divided_by, without_counted
 from ppctl.model.stack import divisor, metric_means
+from ppctl.training.pipeline import optimizers as optim
 from ppctl.training.pipeline.engines.rank_states import RankStates
 from ppctl.training.pipeline.engines.step_plans import StepPlans
-from ppctl.training.pipeline.optimizers import (
-    Optimizer,
-    apply_gradients,
-    counted_by,
-    counts_of,
-    sum_of_squares,
-)
 
 Tree = Any
 
@@ -35,14 +29,15 @@ class UpdatePrograms:
         plans: StepPlans,
         states: RankStates,
         group: int,
-        optimizer: Optimizer,
+        optimizer: optim.Optimizer,
         lr_schedule: optax.Schedule | None,
     ):
         # 1. the specs of each rank's state
         ranks, _, self.model = states.groups[group]
         self.num_ranks, self.optimizer, self.lr_schedule = len(plans.ranks), optimizer, lr_schedule
         self.is_plain = isinstance(optimizer, optax.GradientTransformation)
-        is_elementwise = getattr(optimizer, "is_elementwise", True) and not counted_by(optimizer)
+        counted = optim.counted_by(optimizer)
+        is_elementwise = getattr(optimizer, "is_elementwise", True) and not counted
         # 2. the programs
         once = {"mean": self._mean, "divide": self._divide, "squares": self._squares}
         once |= {"combine": self._combine, "update": self._update, "try": self._try}
@@ -55,21 +50,16 @@ class UpdatePrograms:
         )
 
     def _mean(self, _: ProgramId, *losses: Tree) -> tuple:
-        axes = self.library.device_axes
-        loss, number = jax.tree.map(
-            lambda *parts: jax.lax.psum(sum(a[0] for a in parts), axes), *losses
-        )
+        def total(*parts: jax.Array) -> jax.Array:
+            return jax.lax.psum(sum(a[0] for a in parts), self.library.device_axes)
+
+        loss, number = jax.tree.map(total, *losses)
         return loss / divisor(number), number
 
     def _scaled(self, grads: Tree, number: jax.Array, shared: Sequence[Tree]) -> Tree:
-        """Return gradients of the mean loss from gradients of the sum of losses.
-
-        number: number of losses. shared: the sum over ranks of the shared leaves' gradients, from
-        the rank that adds them; empty if `grads` already has it.
-        """
+        """Return gradients of the mean loss; shared: sums of leaves that another rank adds."""
         if shared:
-            embed_head = with_shared(grads["embed_head"], *shared)
-            grads = grads | {"embed_head": embed_head}
+            grads = grads | {"embed_head": with_shared(grads["embed_head"], *shared)}
         return divided_by(grads, divisor(number), self.model.stack.options.updates)
 
     def _divide(self, _: ProgramId, grads: Tree, *rest: Tree) -> tuple:
@@ -78,14 +68,12 @@ class UpdatePrograms:
 
     def _squares(self, program: ProgramId, grads: Tree) -> tuple:
         # 1. the squares of the gradients, by the axes that shard them
-        updates = self.model.stack.options.updates
-        all_specs = self.library.specs(program, "grads")
-        specs = jax.tree.leaves(without_counted(all_specs, updates))
+        updates, all_specs = self.model.stack.options.updates, self.library.specs(program, "grads")
+        trees = (without_counted(tree, updates) for tree in (grads, all_specs))
         shards: dict[tuple[str, ...], list] = {}
-        leaves = jax.tree.leaves(without_counted(grads, updates))
-        for leaf, spec in zip(leaves, specs, strict=True):
+        for leaf, spec in zip(*map(jax.tree.leaves, trees), strict=True):
             shards.setdefault(sharded_over(spec), []).append(leaf)
-        sums = (jax.lax.psum(sum_of_squares(leaves), axes) for axes, leaves in shards.items())
+        sums = (jax.lax.psum(optim.sum_of_squares(leaves), axes) for axes, leaves in shards.items())
         squares = sum(sums, start=jnp.zeros((), jnp.float32))
         if not updates:
             return (squares,)
@@ -110,24 +98,17 @@ class UpdatePrograms:
         numbers |= metric_means(number)
         if counts:
             staged = jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *counts)
-            numbers |= counts_of(self.optimizer, staged)
+            numbers |= optim.counts_of(self.optimizer, staged)
         return (numbers | {name: a / divisor(number) for name, a in total.items()},)
 
     def _update(
-        self,
-        program: ProgramId,
-        params: Tree,
-        optimizer: Tree,
-        step: jax.Array,
-        grads: Tree,
-        *rest: Tree,
+        self, program: ProgramId, params: Tree, held: Tree, step: Tree, grads: Tree, *rest: Tree
     ) -> tuple:
         *shared, numbers = rest
-        state = {"params": params, "optimizer": optimizer, "step": step}
+        state = {"params": params, "optimizer": held, "step": step}
         grads = self._scaled(grads, numbers["number"], shared)
-        here = {"layer_in_slot": program.shape.layer_in_slot}
-        of_rank = {} if self.is_plain else here
-        state = apply_gradients(self.optimizer, state, grads, numbers["grad_norm"], **of_rank)
+        of_rank = {} if self.is_plain else {"layer_in_slot": program.shape.layer_in_slot}
+        state = optim.apply_gradients(self.optimizer, state, grads, numbers["grad_norm"], **of_rank)
         return state["params"], state["optimizer"], state["step"]
 
     def _try(self, program: ProgramId, *reads: Tree) -> tuple:

@@ -6,24 +6,87 @@ examples is possible: copies of the first example fill the last group, with weig
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ppctl.errors import ConfigError
 from ppctl.executors.compiler_options import compiled_quickly
 from ppctl.executors.programs_under_way import ProgramsUnderWay
 from ppctl.executors.reference import by_example, outputs_of, reference
-from ppctl.model.random_keys import SEED, key_of_seed, with_example_keys
+from ppctl.model.random_keys import SEED, key_of_seed, names_key, with_example_keys, without_key
 from ppctl.model.stack import Stack, divisor, in_microbatches, init, num_examples
-from ppctl.training.pipeline.unpipelined.head_metrics import Metric, metric_sums
+from ppctl.training.pipeline.user_code import call_user_code
 
 Tree = Any
+# the user's: outputs, {"targets"} -> values of each example or token, or (values, weights)
+Metric = Callable[[Tree, Tree], Any]
+RESERVED = ("loss", "grad_norm", "lr", "number", "counts")  # names already used by a step's numbers
+
+
+def with_metrics(
+    stack: Stack, metrics: Mapping[str, Metric], shapes: Mapping[str, Any], dtype: jnp.dtype
+) -> Stack:
+    """Return the model with a head that also sums metrics: see `ppctl.model.stack.divisor`.
+
+    It sums them like the number of losses, so their means are right for any schedule and mesh.
+    shapes: shapes of a batch. dtype: compute dtype. ConfigError for a wrong name, a model without
+    outputs, or a metric that fails or does not return a value for each example.
+    """
+    # 1. checks
+    outputs = stack.options.outputs
+    if not metrics:
+        return stack
+    if outputs is None:
+        raise ConfigError("metrics need the outputs of the model. Give the Stack outputs=...")
+    for name, metric in metrics.items():
+        if name in RESERVED or not isinstance(name, str) or not callable(metric):
+            what = f"metrics has {name!r}: {type(metric).__name__}"
+            raise ConfigError(f"{what}. Give functions by names other than {', '.join(RESERVED)}.")
+
+    # 2. the head, checked on shapes
+    def head(embed_head: Tree, x: Array, targets: Array, key: Any = None) -> tuple[Array, Tree]:
+        given = {"key": key} if names_key(stack.head) else {}
+        loss, number = stack.head(embed_head, x, targets, **given)
+        found = outputs(*jax.lax.stop_gradient((embed_head, x)))
+        sums = {n: metric_sums(n, f, found, targets, dtype) for n, f in metrics.items()}
+        return loss, {"number": number} | sums
+
+    embed_head = stack.param_shapes["embed_head"]
+    x = jax.eval_shape(stack.outer[0], embed_head, shapes["inputs"])
+    jax.eval_shape(head, embed_head, x, shapes["targets"])
+    return replace(stack, head=head if names_key(stack.head) else without_key(head))
+
+
+def metric_sums(
+    name: str, metric: Metric, outputs: Tree, targets: Array, dtype: Any, valid: Array | None = None
+) -> tuple[Array, Array]:
+    """Return (weighted sum of a metric's values, sum of weights), in at least float32.
+
+    valid: booleans [examples], whether each example counts; None: all do. ConfigError for a metric
+    that fails or does not return a value for each example.
+    """
+    call = partial(metric, outputs, {"targets": targets})
+    found = call_user_code(f"metric {name}", 'metric(outputs, {"targets"})', call)
+    values, weights = found if isinstance(found, tuple) and len(found) == 2 else (found, 1)
+    values, number = jnp.asarray(values), len(targets)
+    if values.shape[:1] != (number,):
+        raise ConfigError(
+            f"metric {name} returns the shape {values.shape} for {number} examples. Return a value "
+            f"for each example or token, [{number}, ...], not their mean."
+        )
+    wide = jnp.promote_types(dtype, jnp.float32)
+    weights = jnp.broadcast_to(jnp.asarray(weights, wide), values.shape)
+    if valid is not None:
+        weights = jnp.where(valid.reshape(-1, *(1,) * (values.ndim - 1)), weights, 0)
+    return jnp.where(weights == 0, 0, values.astype(wide) * weights).sum(), weights.sum()
 
 
 @dataclass(frozen=True)
@@ -46,7 +109,7 @@ class WholeModel:
         parts = [ended(self._predict(params, group["inputs"])) for group, _ in groups]
         return ended(self._joined(num_examples(inputs), parts))
 
-    def evaluate(self, params: Tree, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    def evaluate(self, params: Tree, batch: Mapping[str, np.ndarray]) -> dict[str, Array]:
         """Return the means of the loss and of each metric over a batch {"inputs", "targets"}."""
         ended, groups = ProgramsUnderWay(self.mesh).ended, self._groups(batch)
         sums = [ended(self._sums(params, group, valid)) for group, valid in groups]
@@ -65,21 +128,20 @@ class WholeModel:
         return jax.jit(joined, static_argnums=0)
 
     @cached_property
-    def _sums(self) -> Callable[[Tree, Tree, jax.Array], dict[str, tuple[jax.Array, jax.Array]]]:
-        return jax.jit(self._sums_of)
+    def _sums(self) -> Callable[..., dict[str, tuple[Array, Array]]]:
+        """The program (params, batch, valid [examples]) -> (sum, weight) of loss and metrics."""
 
-    def _sums_of(
-        self, params: Tree, batch: Tree, valid: jax.Array
-    ) -> dict[str, tuple[jax.Array, jax.Array]]:
-        """Return (sum, weight) of the loss and each metric; valid: whether an example counts."""
-        losses, numbers, outputs = by_example(self.stack, dtype=self.dtype)(params, batch)
-        total = lambda a: jnp.where(valid, a, 0).sum()  # noqa: E731
-        sums = {"loss": (total(losses), total(numbers))}
-        for name, metric in self.metrics.items():
-            sums[name] = metric_sums(name, metric, outputs, batch["targets"], self.dtype, valid)
-        return sums
+        def sums_of(params: Tree, batch: Tree, valid: Array) -> dict[str, Any]:
+            *of_loss, outputs = by_example(self.stack, dtype=self.dtype)(params, batch)
+            loss, number = (jnp.where(valid, a, 0).sum() for a in of_loss)
+            sums = {"loss": (loss, number)}
+            for name, metric in self.metrics.items():
+                sums[name] = metric_sums(name, metric, outputs, batch["targets"], self.dtype, valid)
+            return sums
 
-    def _groups(self, batch: Mapping[str, np.ndarray]) -> Iterator[tuple[Tree, jax.Array]]:
+        return jax.jit(sums_of)
+
+    def _groups(self, batch: Mapping[str, np.ndarray]) -> Iterator[tuple[Tree, Array]]:
         """Yield groups of examples for all devices, padded to one size: (group, valid [size])."""
         number, size = num_examples(batch["inputs"]), self.mesh.size * self.num_examples
         sharding = NamedSharding(self.mesh, P(self.mesh.axis_names))
@@ -124,15 +186,14 @@ def plain_functions(
     of_parts = partial(reference, stack, remat="none", dtype=dtype)
     mean_loss = of_parts(num_microbatches=1, with_grads=False)
 
-    def losses(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
-        parts = in_microbatches(batch, num_parts)
-        means, numbers = jax.lax.map(partial(mean_loss, params), parts)
+    def losses(params: Tree, batch: Tree) -> tuple[Array, Array]:
+        means, numbers = jax.lax.map(partial(mean_loss, params), in_microbatches(batch, num_parts))
         return (means * numbers).sum(), numbers.sum()
 
     summed = of_parts(num_microbatches=num_parts)
     key = {SEED: key_of_seed(seed)} if stack.takes_key else {}
 
-    def loss_and_grads(params: Tree, batch: Tree, step: int) -> tuple[dict[str, jax.Array], Tree]:
+    def loss_and_grads(params: Tree, batch: Tree, step: int) -> tuple[dict[str, Array], Tree]:
         return summed(params, with_example_keys({**batch, **key}, jnp.asarray(step)))
 
     return compiled_quickly(loss_and_grads), compiled_quickly(losses)
