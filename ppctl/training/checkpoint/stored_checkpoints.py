@@ -179,10 +179,7 @@ def raised_together(gather: Gather, failed: Callable[[str], Exception]) -> Itera
 
 
 def read_newest(newest: Callable[[], int], read: Callable[[int], T]) -> T:
-    """Return read(step) of the newest checkpoint; repeat if a save has replaced it meanwhile.
-
-    newest: returns the step of the newest checkpoint. Raises as `newest` and `read`.
-    """
+    """Return read(step) of the newest checkpoint; repeat if a save has replaced it meanwhile."""
     step = newest()
     while True:
         try:

@@ -19,9 +19,10 @@ from ppctl.model.network import Network
 from ppctl.model.stack import Stack
 from ppctl.model.trainable_parameters import checked_flags, trained_part, trained_share
 from ppctl.schedule.costs import task_costs
-from ppctl.schedule.families.registry import BASELINE
+from ppctl.schedule.families.registry import BASELINE, FamilyWithKnobs
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.scheduled_step import ScheduledStep, scheduled_step
+from ppctl.schedule.vocabulary_parallel import with_vocabulary
 from ppctl.training.pipeline import optimizers as optim
 from ppctl.training.pipeline import pipeline_request as request
 from ppctl.training.pipeline.call_checks import checked_optimizer, compute_dtype, whole_number
@@ -119,9 +120,14 @@ def _scheduled(
     checked_flags(params, stack.options.trainable)
     trained = trained_share(params["layers"], stack.trains("layers"))
     relative = cache(lambda: relative_costs(stack, shapes, dtype, recompute=remat.recomputes))
-    if vocab != "whole":
+    if vocab not in ("whole", "parallel"):
+        raise ConfigError(f"vocab={vocab} is not one of whole, parallel.")
+    if vocab == "parallel":
+        if not isinstance(requested, str | FamilyWithKnobs):
+            why = f"for a schedule family, not for a custom {type(requested).__name__}"
+            raise ConfigError(f"vocab=parallel is {why}. Use with_vocabulary(schedule).")
         costs = relative().with_parts(task_costs(remat, trained))
-        plan = request.divided_vocabulary(plan, vocab, requested, execution, costs)
+        plan = with_vocabulary(plan, 0 if execution.engine.in_ticks else None, costs)
     step = scheduled_step(plan, execution.engine, remat, trained, fuses=execution.fuse != "none")
     if execution.engine.is_pipelined:
         execution = replace(execution, axes=replace(execution.axes, vocab_parts=plan.vocab_parts))

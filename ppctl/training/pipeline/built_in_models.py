@@ -223,9 +223,6 @@ def attention_kernels(
 
 
 def expert_kernel(model: settings.Transformer, compute: jnp.dtype, device: Any) -> str | None:
-    """Return the kernel of a transformer's experts on a device; None without experts.
-
-    ConfigError if the device cannot run it.
-    """
+    """Return the kernel of experts; None without. ConfigError if the device cannot run it."""
     wanted = None if model.moe.num_experts is None else model.moe.kernel
     return None if wanted is None else grouped_products.choose(wanted, device, compute)

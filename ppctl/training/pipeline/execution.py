@@ -44,10 +44,6 @@ class Execution:
     axes: StageAxes = WHOLE  # division of the stages over the devices of a rank
 
     @property
-    def gathers_by_layer(self) -> bool:
-        return self.gather == "layer"
-
-    @property
     def engine(self) -> EngineTraits:
         return EXECUTORS[self.executor].ENGINE
 

@@ -65,11 +65,6 @@ class TrainingJob:
         """The config with the compute dtype filled in: run.dtype may leave it to the devices."""
         return replace(self.config, run=replace(self.config.run, dtype=str(self.pipe.dtype)))
 
-    @property
-    def num_eval_batches(self) -> int:
-        """The number of batches per evaluation."""
-        return num_eval_batches(self.config.run, self.data)
-
     @cached_property
     def counted_model(self) -> Model:
         """The model with the kernels of the requested hardware, to count FLOPs, not to run."""
@@ -248,10 +243,7 @@ def plan(config: Config, num_layers: int, *costs: Any) -> Planned:
 
 
 def plan_auto(config: Config, num_layers: int, pipelined: Callable[..., Pipeline]) -> Planned:
-    """Return `plan` for schedule=auto, from the times and bytes of the model's stages.
-
-    pipelined: makes the requested pipeline with a given schedule and partition.
-    """
+    """Return `plan` for schedule=auto; pipelined: makes the pipeline for (schedule, partition)."""
     request = config.schedule
     assert isinstance(request, settings.Auto), "other schedules follow from their settings"
     baseline = build(BASELINE, config.mesh.pp, request.num_microbatches)

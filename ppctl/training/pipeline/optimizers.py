@@ -59,10 +59,7 @@ def learning_rates(
 
 
 def decays(params: Any) -> Any:
-    """Return a boolean per leaf: weight decay applies to matrices, not to norms and biases.
-
-    params: the author's tree, as a `ModelOptimizer` passes it to optimizers.
-    """
+    """Return a boolean per leaf: weight decay applies to matrices, not to norms and biases."""
     return jax.tree.map_with_path(
         lambda path, a: a.ndim > 1 and names_of(path[-1:])[0] not in NO_DECAY, params
     )

@@ -19,14 +19,12 @@ from ppctl.model.network import Network
 from ppctl.model.parallel import WHOLE, StageAxes
 from ppctl.model.stack import DividedStack, Stack, num_examples, over_ranks, shapes_like
 from ppctl.schedule import mesh_axes
-from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import FamilyWithKnobs, family
 from ppctl.schedule.fused_pairs import with_pairs
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.partition.partition import Partition, explicit, uniform
 from ppctl.schedule.scheduled_step import ScheduledStep
 from ppctl.schedule.validation import validate
-from ppctl.schedule.vocabulary_parallel import with_vocabulary
 from ppctl.training.pipeline import call_checks
 from ppctl.training.pipeline.execution import Execution
 
@@ -116,18 +114,6 @@ def layered_stack(model: AnyModel, batch: Tree, layers: int | None, dtype: jnp.d
     return stack_of(TracedNetwork(model, layers, auto=layers is not None, **how))
 
 
-def divided_vocabulary(
-    plan: Schedule, vocab: str, schedule: Any, execution: Execution, costs: Costs
-) -> Schedule:
-    """Return `plan` with embedding and head on all ranks. ConfigError for a custom schedule."""
-    if vocab != "parallel":
-        raise ConfigError(f"vocab={vocab} is not one of whole, parallel.")
-    if not isinstance(schedule, str | FamilyWithKnobs):
-        why = f"vocab=parallel is for a schedule family, not for a custom {type(schedule).__name__}"
-        raise ConfigError(f"{why}. Use with_vocabulary(schedule).")
-    return with_vocabulary(plan, 0 if execution.engine.in_ticks else None, costs)
-
-
 def divided(
     stack: Stack, execution: Execution, mesh: Mesh, shapes: Shapes
 ) -> tuple[DividedStack, layout.RankLayout]:
@@ -145,7 +131,7 @@ def divided(
             "be in branches that other ranks skip. Use executor=mpmd, or divide the model by "
             "hand (StackOptions.divided with ppctl.parallel)."
         )
-    if auto and execution.gathers_by_layer and mesh.shape["fsdp"] > 1:
+    if auto and execution.gather == "layer" and mesh.shape["fsdp"] > 1:
         raise ConfigError(
             f"gather=layer with fsdp={mesh.shape['fsdp']} and tp={mesh.shape['tp']} needs a model "
             "that divides itself over tp (StackOptions.divided), but XLA divides this one "

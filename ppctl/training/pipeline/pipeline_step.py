@@ -53,10 +53,7 @@ def model_on(
 def pipeline_step(
     pipe: Pipeline, counted: Model, machine: Machine | None = None, *, adds: bool = False
 ) -> Step:
-    """Return the step of a pipeline.
-
-    counted: its model with the kernels to count. machine, adds: as in `Step`.
-    """
+    """Return the step of a pipeline; counted: its model with the kernels to count."""
     execution, model, schedule = pipe.execution, pipe.model, pipe.schedule
     examples, number = model.microbatch["inputs"].shape[0], schedule.num_microbatches
     example_bytes = tree_bytes(model.microbatch) // examples

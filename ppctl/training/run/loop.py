@@ -17,7 +17,7 @@ from ppctl.reports import measured_timeline_file as timeline_io
 from ppctl.reports.terminal_output import shared_cores_text
 from ppctl.schedule.simulator import Timeline
 from ppctl.training.checkpoint.checkpoint import Checkpoints
-from ppctl.training.pipeline.job import TrainingJob, evaluate
+from ppctl.training.pipeline.job import TrainingJob, evaluate, num_eval_batches
 from ppctl.training.run import profiler
 from ppctl.training.run.heartbeat import Heartbeat
 from ppctl.training.run.process_group import raise_together
@@ -159,7 +159,8 @@ class Loop:
     def _evaluate(self, state: Tree, finished: int) -> None:
         self._read()
         self.heartbeat.note("evaluate", finished)
-        eval_loss = evaluate(self.job.pipe.engine, self.job.data, self.job.num_eval_batches, state)
+        number = num_eval_batches(self.job.config.run, self.job.data)
+        eval_loss = evaluate(self.job.pipe.engine, self.job.data, number, state)
         self.records.add_evaluation(finished, eval_loss)
 
     def _save(self, state: Tree, finished: int, *, is_last: bool, stop_signal: int | None) -> None:

@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -271,25 +271,19 @@ def _names(lines: dict[str, list[str]], computation: str, *, nested: bool) -> It
                 yield from _names(lines, call.computation, nested=nested)
 
 
-class ProfileWindow:
+class ProfileWindow(ExitStack):
     """The traced steps of one start, on process 0. A context manager: an error closes the trace.
 
     steps: the steps of run.profile from `start` on, counted from 0; empty: no trace.
     """
 
     def __init__(self, run: Run, start: int) -> None:
+        super().__init__()
         requested = run.profile_steps if distributed.is_lead() else None
         self._requested, self._start = requested or range(0), start
         self.steps = self._requested[max(0, start - self._requested.start) :]
         self.directory = Path(run.dir) / "profile"
-        self._trace = ExitStack()
         self.is_open = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._trace.close()
 
     @property
     def passed(self) -> str | None:
@@ -308,14 +302,14 @@ class ProfileWindow:
         with writing(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
             recording = jax.profiler.trace(str(self.directory), create_perfetto_trace=True)
-            self._trace.enter_context(recording)
+            self.enter_context(recording)
         self.is_open = True
 
     def end(self, finished: int) -> str:
         """Write the trace; return a note if the end of the run cut it short, else ""."""
         self.is_open = False
         with writing(self.directory):
-            self._trace.close()
+            self.close()
         traced = self.steps[: finished - self.steps.start]
         lacks = f"{_text(traced)} of {_text(self.steps)}"
         return "" if traced == self.steps else f", cut by the end of the run: {lacks}"

@@ -4,9 +4,9 @@ import queue
 import threading
 import time
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import jax
 
@@ -28,7 +28,7 @@ class Watched:
         return all(a.is_ready() for a in arrays)
 
 
-class StepClock:
+class StepClock(AbstractContextManager):
     """Times of steps, in the order of dispatch. A context manager: its exit stops the thread.
 
     A step lasts from its dispatch or the previous step's end until its arrays are done. The thread
@@ -43,9 +43,6 @@ class StepClock:
         self._began_s = 0.0
         # a daemon thread: a failing process must not wait for a step that others never finish
         threading.Thread(target=self._wait, name="step clock", daemon=True).start()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self._steps.put(None)

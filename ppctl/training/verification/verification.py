@@ -21,7 +21,7 @@ from ppctl.executors.compiler_options import compiled_quickly
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.layer_reports import with_updated, without_counted
 from ppctl.model.trainable_parameters import trained_part, with_trained
-from ppctl.training.pipeline.job import TrainingJob, evaluate
+from ppctl.training.pipeline.job import TrainingJob, evaluate, num_eval_batches
 from ppctl.training.pipeline.optimizers import make_optimizer
 from ppctl.training.pipeline.whole_model import initial_params, of_author, plain_functions
 from ppctl.training.verification.verify_pipeline import (
@@ -169,8 +169,8 @@ def plain_model(job: TrainingJob) -> PlainModel:
 
 def num_compared_batches(job: TrainingJob) -> int:
     """Return the number of held-out batches to compare: run.eval_batches, by default up to 2."""
-    number, is_default = job.num_eval_batches, job.config.run.eval_batches is None
-    return min(number, MOST_EVAL_BATCHES) if is_default else number
+    number = num_eval_batches(job.config.run, job.data)
+    return min(number, MOST_EVAL_BATCHES) if job.config.run.eval_batches is None else number
 
 
 def _norm(tree: Tree) -> float:

@@ -94,7 +94,7 @@ def model_of(
     microbatch = shapes_like(shapes, num_examples(shapes["inputs"]) // parts, first=1)
     # 2. the specs of gathered layers, and of parameters that XLA divides
     specs = None
-    if execution.gathers_by_layer and mesh.shape["fsdp"] > 1:
+    if execution.gather == "layer" and mesh.shape["fsdp"] > 1:
         specs = layer_specs(states.layout.staged_specs(states.staged["params"])["layers"])
     embed_head = params["embed_head"]
     parts = {"embed_head": embed_head, "layers": layer}

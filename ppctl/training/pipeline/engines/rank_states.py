@@ -26,15 +26,11 @@ STATE = ("params", "optimizer", "step")  # keys of a rank's state
 
 
 class GroupModel(NamedTuple):
-    """The model on ranks of equal sizes.
-
-    layout: of these ranks, which are 0, 1, ... in it: their devices, layers and shards. model: the
-    model as one of their devices sees it.
-    """
+    """The model on ranks of equal sizes."""
 
     ranks: tuple[int, ...]
-    layout: Layout
-    model: Model
+    layout: Layout  # devices, layers and shards of these ranks, which are 0, 1, ... in it
+    model: Model  # the model as one of their devices sees it
 
 
 class RankStates:

@@ -23,10 +23,7 @@ from ppctl.training.pipeline.engines.rank_states import STATE
 
 
 class StepPlans:
-    """The plans of a scheduled step.
-
-    model: any of the groups' models. placement: of all ranks.
-    """
+    """The plans of a scheduled step. model: any of the groups' models. placement: of all ranks."""
 
     def __init__(self, model: Model, placement: Placement, step: ScheduledStep, meshes: RankMeshes):
         self.model, self.scheduled, self.group_of = model, step, meshes.group_of
