@@ -8,6 +8,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +28,16 @@ from ppctl.launch.sweep.sweep_records import LOSSES
 MOST_SAME = 100  # repeated choices in a row that end the search
 
 
+@dataclass
 class OptunaStudy:
     """The jobs of a search. Call `open`, which reads or creates the study, before `ask`."""
 
-    def __init__(
-        self,
-        search: Search,
-        space: Mapping[str, BaseDistribution],
-        fixed: Sequence[str],
-        directory: Path,
-        make: Callable[[int, list[str]], Job],
-    ) -> None:
-        """fixed: overrides that all jobs share; make: function from (index, overrides) to a job."""
-        self.search, self.space, self.fixed, self.make = search, dict(space), list(fixed), make
-        self.file = directory / STUDY
-        self.trials: list[int] = []  # trial number of each job
+    search: Search
+    space: dict[str, BaseDistribution]
+    fixed: Sequence[str]  # overrides that all jobs share
+    directory: Path
+    make: Callable[[int, list[str]], Job]  # function from (index, overrides) to a job
+    trials: list[int] = field(default_factory=list[int])  # trial number of each job
 
     def samples(self) -> list[Job]:
         """Return jobs that together contain every listed value. They are checked, but never run.
@@ -73,20 +69,21 @@ class OptunaStudy:
         """
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         space = {key: str(values) for key, values in self.space.items()}
+        file = self.directory / STUDY
         try:
-            storage = JournalStorage(JournalFileBackend(str(self.file)))
-            has_begun = self.file.exists() and self.file.stat().st_size > 0
+            storage = JournalStorage(JournalFileBackend(str(file)))
+            has_begun = file.exists() and file.stat().st_size > 0
             if has_begun and not optuna.get_all_study_names(storage):
                 raise ValueError("no study")
             self.study = optuna.create_study(
-                study_name=json.dumps([self.search.metric, space, self.fixed]),
+                study_name=json.dumps([self.search.metric, space, [*self.fixed]]),
                 storage=storage,
                 direction="minimize" if self.search.is_minimized else "maximize",
                 load_if_exists=True,
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
-                f"{self.file} is not a study of ppctl, and is kept. Use another run.name or "
+                f"{file} is not a study of ppctl, and is kept. Use another run.name or "
                 "run.dir, or move it."
             ) from error
         known = self.study.get_trials(deepcopy=False)

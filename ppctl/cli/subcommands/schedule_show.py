@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ppctl import config as settings
+from ppctl.config import Costs as AssumedCosts
+from ppctl.config import ScheduleConfig
 from ppctl.config.schedule_from_config import read, schedule_of
 from ppctl.errors import ScheduleError, one_line
 from ppctl.reports.charts.draw_schedule import DRAWN_AS, schedules_page
@@ -36,7 +37,7 @@ def show_drawing(drawing: Drawing, form: str, out: Path | None) -> int:
     return deliver(DRAWN_AS[form](drawing), out)
 
 
-def show_comparison(configs: Sequence[settings.ScheduleConfig], form: str, out: Path | None) -> int:
+def show_comparison(configs: Sequence[ScheduleConfig], form: str, out: Path | None) -> int:
     """Write several schedules as a table (text, csv), charts (html, images) or JSON; return 0."""
     drawings = list(map(draw, configs))
     rows = list(map(table_row, drawings))
@@ -54,10 +55,7 @@ def show_comparison(configs: Sequence[settings.ScheduleConfig], form: str, out: 
 
 
 def list_families(
-    request: settings.ScheduleConfig,
-    each: Sequence[settings.ScheduleConfig],
-    form: str,
-    out: Path | None,
+    request: ScheduleConfig, each: Sequence[ScheduleConfig], form: str, out: Path | None
 ) -> int:
     """Write each family with its formulas, or its error for the size of `request`; return 0.
 
@@ -111,14 +109,14 @@ def check_file(path: Path) -> int:
     return 0
 
 
-def draw(request: settings.ScheduleConfig) -> Drawing:
+def draw(request: ScheduleConfig) -> Drawing:
     """Return the requested schedule, simulated. ScheduleError if it is too large."""
     requested = schedule_of(request.schedule, request.mesh.pp, costs_on(request))
     timeline = simulate(requested.schedule, costs_of(request.costs))
     return Drawing(requested.label, timeline, requested.choice)
 
 
-def _formulas(request: settings.ScheduleConfig) -> tuple[float | None, float | None]:
+def _formulas(request: ScheduleConfig) -> tuple[float | None, float | None]:
     """Return (makespan in seconds, peak activations) by closed forms; None for a missing form."""
     family, knobs = FAMILIES[request.schedule.name], request.schedule.knobs()
     sizes = request.mesh.pp, request.schedule.num_microbatches
@@ -138,19 +136,19 @@ def formulas(family: str) -> str:
     return found[0] if found else paragraph
 
 
-def costs_of(costs: settings.Costs) -> Costs:
+def costs_of(costs: AssumedCosts) -> Costs:
     """Return the simulator's costs of 1/p of the layers: seconds, and activations in bytes."""
     seconds = costs.forward_s, costs.input_grad_s, costs.weight_grad_s, costs.transfer_s
     return Costs(*seconds, activation_bytes=costs.activation_gib * GIB)
 
 
-def costs_on(request: settings.ScheduleConfig) -> CostsOf:
+def costs_on(request: ScheduleConfig) -> CostsOf:
     """Return a function from a placement to costs: always those of the request."""
     fixed_bytes = (request.costs.fixed_gib * GIB,) * request.mesh.pp
     return lambda rank_of: Placed(costs_of(request.costs), fixed_bytes)
 
 
-def costs_text(costs: settings.Costs) -> str:
+def costs_text(costs: AssumedCosts) -> str:
     """Return the request's costs as text."""
     return (
         f"F={costs.forward_s:g} I={costs.input_grad_s:g} W={costs.weight_grad_s:g} "
@@ -158,7 +156,7 @@ def costs_text(costs: settings.Costs) -> str:
     )
 
 
-def _size_of(request: settings.ScheduleConfig) -> str:
+def _size_of(request: ScheduleConfig) -> str:
     return f"{request.mesh.pp} ranks, {request.schedule.num_microbatches} microbatches"
 
 

@@ -70,11 +70,8 @@ class Experts:
         >>> Experts(num_experts=4, first_dense=1).has_experts(3)
         (False, True, True)
         """
-        is_any = self.num_experts is not None
-        return tuple(
-            is_any and l >= self.first_dense and (l + 1) % self.period == 0
-            for l in range(num_layers)
-        )
+        first = num_layers if self.num_experts is None else self.first_dense
+        return tuple(l >= first and (l + 1) % self.period == 0 for l in range(num_layers))
 
     def check(self, num_layers: int) -> None:
         """Raise ConfigError for settings that contradict each other."""

@@ -203,15 +203,10 @@ class Architecture:
 
     def _mlp(self, part: str, module: str, width: int) -> tuple[LinearMap, ...]:
         columns, rows = (self.d_model, width, "outputs"), (width, self.d_model, "inputs")
-        return tuple(
-            LinearMap(
-                f"{part}/{name}",
-                f"{module}.{name}_proj",
-                *(rows if name == "down" else columns),
-                target=name,
-            )
-            for name in (("up", "gate", "down") if self.is_gated else ("up", "down"))
-        )
+        sizes = {"up": columns, "gate": columns, "down": rows}
+        names = sizes if self.is_gated else ("up", "down")
+        maps = ((f"{part}/{n}", f"{module}.{n}_proj", *sizes[n]) for n in names)
+        return tuple(LinearMap(*each, target=n) for each, n in zip(maps, names, strict=True))
 
     @property
     def linear_maps(self) -> tuple[LinearMap, ...]:
