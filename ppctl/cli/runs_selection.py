@@ -29,10 +29,6 @@ class Column(NamedTuple):
 Order = tuple[Column, bool]  # (sort column, whether descending)
 
 
-def _size(run: RunSummary) -> int:
-    return disk_bytes(run.path)
-
-
 _COLUMNS = (
     Column("run", lambda run: run.name, lambda run, _: run.name),
     Column("status", lambda run: run.status, lambda run, _: run.status),
@@ -49,7 +45,9 @@ _COLUMNS = (
     ),
     Column("age", lambda run: -run.recorded_s, lambda run, now_s: age_text(now_s - run.recorded_s)),
     Column("started", lambda run: run.started_s, lambda run, _: iso_text(run.started_s) or ""),
-    Column("size", _size, lambda run, _: size_text(_size(run))),
+    Column(
+        "size", lambda run: disk_bytes(run.path), lambda run, _: size_text(disk_bytes(run.path))
+    ),
     Column("active", lambda run: run.recorded_s, lambda run, _: iso_text(run.recorded_s) or ""),
 )
 OWN_COLUMNS = {column.name: column for column in _COLUMNS}

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import mean
 
 from ppctl.launch.sweep import sweep_records as records
-from ppctl.launch.sweep.sweep_jobs import DONE, FILES, Result
+from ppctl.launch.sweep.sweep_jobs import DONE, FILES, NUMBERS, Result
 from ppctl.launch.sweep.sweep_records import LOSSES
 from ppctl.reports import page_kit as kit
 from ppctl.reports.charts.page_figures import MOST_LINES, curves_svg
@@ -16,11 +16,8 @@ from ppctl.reports.write_report import FILE as REPORT
 
 SEED = "run.seed"  # jobs that differ only in the seed are repeats
 DRAWN = (*LOSSES, *kit.SPEEDS)
-SHOWN = (  # columns of the table, from a record
-    *("steps", *LOSSES, "step_time_s", "predicted_step_time_s", *kit.SPEEDS),
-    *("ideal_bubble_fraction", "predicted_bubble_fraction", "measured_bubble_fraction"),
-    *("memory_bytes", "seconds"),
-)
+# columns of the table, from a record
+SHOWN = (*(name for name in NUMBERS if name != "predicted_memory_bytes"), "seconds")
 ABOUT = (
     "Step time and tok/s are medians over all steps of a run; the predicted step time is the "
     f"planner's. {ABOUT_BUBBLES} Memory: that of the fullest device, as compiled. Seconds in all "
