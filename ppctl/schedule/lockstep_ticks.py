@@ -1,14 +1,14 @@
 """Lockstep ticks: the tasks of every rank in each tick, the time of ticks, slots for values."""
 
 import heapq
+import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
-from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.execution_order import Rule
+from ppctl.schedule.execution_order import Jobs
 from ppctl.schedule.ir import KINDS, PART_KINDS, Schedule, Task
 from ppctl.schedule.validation import check_order
 
@@ -46,7 +46,7 @@ Rows = list[tuple[list[float], int]]  # (seconds of each rank, number of occurre
 
 def runs_in_fb_ticks(schedule: Schedule) -> bool:
     """Return whether a tick may run an F, then a B: looped placement, unsplit backwards."""
-    hops = pairwise(schedule.rank_of)
+    hops = itertools.pairwise(schedule.rank_of)
     is_loop = all(there == (here + 1) % schedule.num_ranks for here, there in hops)
     return is_loop and schedule.kinds.isdisjoint("IW")
 
@@ -124,50 +124,32 @@ def pack(schedule: Schedule, shape: TickShape) -> Cells:
     if schedule.part_ranks:  # parts run in the ticks of the stage tasks that they belong to
         of_stages = (filter(lambda task: task.kind in KINDS, tasks) for tasks in schedule.ranks)
         schedule = replace(schedule, ranks=tuple(map(tuple, of_stages)), part_ranks=())
-    runs = _tick_runs(schedule)
-    at, rows = [0] * schedule.num_ranks, list[tuple[TickCell, ...]]()
-    left = sum(map(len, schedule.ranks))
-    while left:
-        row, before, tick = list[TickCell](), left, len(rows)
-        for rank, tasks in enumerate(schedule.ranks):
-            step, cell = at[rank], IDLE
-            if step < len(tasks) and runs(tasks[step], tick):
-                task, follower = tasks[step], tasks[step + 1] if step + 1 < len(tasks) else None
-                cell = TickCell(task, None) if task.kind == "F" else TickCell(None, task)
-                at[rank] += 1
-                is_pair = shape == "fb" and task.kind == "F"
-                if is_pair and follower and follower.kind != "F" and runs(follower, tick):
-                    cell = TickCell(task, follower)
-                    at[rank] += 1
-                left -= at[rank] - step
-            row.append(cell)
-        if left == before:  # no rank can run: the missing value will never exist
-            check_order(schedule)  # raises the error that names it
-        rows.append(tuple(row))
-    return tuple(rows)
-
-
-def _tick_runs(schedule: Schedule) -> Callable[[Task, int], bool]:
-    """Return run(task, tick), which records a task's values and returns True if it can run."""
-    rule, never = Rule.of(schedule), 1 << 60
-    stashes = {rule.base["stash", stage] for stage in range(schedule.num_stages)}
-
-    needs = {  # (base, ticks until the value can be read): 0 for a stash, else 1
-        place: [(base, int(base not in stashes)) for base, _ in reads]
-        for place, reads in rule.reads.items()
+    # 1. a tick is a second; in "fb" an F takes none of it if the rank's next task is a backward
+    jobs = Jobs(schedule, Costs())
+    is_forward = [task.kind == "F" for task in jobs.tasks]
+    shared = {
+        task
+        for order in jobs.first
+        for task, follower in itertools.pairwise(order)
+        if shape == "fb" and is_forward[task] and not is_forward[follower]
     }
-    written = [never] * rule.num_values  # tick that writes each value
-
-    def run(task: Task, tick: int) -> bool:
-        place, m = task[:2], task.microbatch
-        for base, after in needs[place]:
-            if written[base + m] + after > tick:
-                return False
-        for base in rule.writes[place]:
-            written[base + m] = tick
-        return True
-
-    return run
+    jobs.seconds = [float(task not in shared) for task in range(len(jobs.tasks))]
+    # 2. the activation of such an F can be read in the next tick, its stash at once
+    late = {jobs.makes[task][0] + jobs.microbatch[task] for task in shared}
+    for task in itertools.compress(range(len(jobs.tasks)), is_forward):
+        m = jobs.microbatch[task]
+        jobs.needs[task] = tuple((base, float(base + m in late)) for base, _ in jobs.needs[task])
+    run = jobs.run(jobs.first)
+    if run is None:
+        check_order(schedule)  # raises the error that names the missing value
+    assert run is not None, "orders block at any costs"
+    # 3. the tasks of each tick
+    rows = [[IDLE] * schedule.num_ranks for _ in range(round(run.makespan_s))]
+    for task, rank, start_s in zip(jobs.tasks, jobs.rank, run.start_s, strict=True):
+        row = rows[int(start_s)]
+        forward, backward = row[rank]
+        row[rank] = TickCell(task, backward) if task.kind == "F" else TickCell(forward, task)
+    return tuple(map(tuple, rows))
 
 
 class Slots:

@@ -103,3 +103,9 @@ def test_an_explicit_partition_fixes_the_searched_number_of_stages():
     assert job.pipe.schedule.num_stages == 8
     with pytest.raises(ConfigError, match="is for 3 stages, but pp"):
         planned(request(auto, c.Mpmd(), partition=Explicit(layers=[3, 3, 4])))
+
+
+def test_only_the_found_schedule_needs_pairs_to_fuse():
+    """The 1F1B of 8 microbatches, whose costs are searched with, has no pair."""
+    config = request(c.Auto(num_microbatches=8), c.Mpmd(fuse="fb", unroll=8))
+    assert planned(config).pipe.scheduled.num_fused > 0

@@ -247,7 +247,10 @@ def plan_auto(config: Config, num_layers: int, pipelined: Callable[..., Pipeline
     request = config.schedule
     assert isinstance(request, settings.Auto), "other schedules follow from their settings"
     baseline = build(BASELINE, config.mesh.pp, request.num_microbatches)
-    probe = pipelined(schedule=baseline, partition="balanced")
+    executor = config.executor
+    if isinstance(executor, settings.Mpmd):  # the found schedule may have pairs, the probe need not
+        executor = replace(executor, fuse="none")
+    probe = pipelined(schedule=baseline, partition="balanced", executor=executor)
     layers = partial(divide, config.partition, num_layers, costs=probe.relative_costs)
     costs = ModelCosts(probe, layers)
     is_capped, in_ticks = request.max_memory_gib is not None, config.executor.ENGINE.in_ticks
