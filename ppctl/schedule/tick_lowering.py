@@ -10,43 +10,24 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ppctl.errors import ScheduleError
+from ppctl.schedule import lockstep_ticks as lockstep
+from ppctl.schedule import tick_table
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import PART_KINDS, Schedule, Task
-from ppctl.schedule.lockstep_ticks import (
-    Cells,
-    Counted,
-    Passes,
-    TickShape,
-    counted,
-    counted_s,
-    pack,
-    passes_of,
-    runs_in_fb_ticks,
-    tick_phases,
-)
 from ppctl.schedule.remat import Remat
-from ppctl.schedule.tick_table import (
-    COLUMNS,
-    FB_COLUMNS,
-    Table,
-    TickProgram,
-    assign_slots,
-    leaves_last_forward,
-    why_not,
-)
 from ppctl.schedule.validation import check_places
 
 # columns for a vocabulary divided over ranks, one for each pass (see `Passes`). A value is the
 # pass's microbatch + 1, or 0 if the tick has no such pass; all ranks have the same values
-PASS_COLUMNS = Passes._fields
+PASS_COLUMNS = lockstep.Passes._fields
 
 
 class TickPacking(NamedTuple):
     """The tasks of a schedule in ticks of one shape."""
 
-    shape: TickShape
-    cells: Cells
-    counted: Counted  # distinct phases with their numbers of occurrences
+    shape: lockstep.TickShape
+    cells: lockstep.Cells
+    counted: lockstep.Counted  # distinct phases with their numbers of occurrences
 
 
 @dataclass(frozen=True)
@@ -54,18 +35,18 @@ class Ticks:
     """A schedule lowered to lockstep ticks, for one setting of remat."""
 
     schedule: Schedule
-    program: TickProgram  # program that runs the ticks; it sets the columns
-    shape: TickShape  # tasks of a rank in a tick: an F, then a B ("fb"), or one task ("op")
-    cells: Cells  # tasks of each tick and rank
-    counted: Counted  # distinct phases with their numbers of occurrences
-    table: Table  # integers table[t][r][columns.index(name)]; booleans are 0 and 1
+    program: tick_table.TickProgram  # program that runs the ticks; it sets the columns
+    shape: lockstep.TickShape
+    cells: lockstep.Cells  # tasks of each tick and rank
+    counted: lockstep.Counted  # distinct phases with their numbers of occurrences
+    table: tick_table.Table  # integers table[t][r][columns.index(name)]; booleans are 0 and 1
     num_slots: dict[str, int]  # slots of act, grad, stash (fb); value, stash, pending (op)
     remat: Remat  # setting that decides the slots, and whether the last stage's F runs
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Return the names of the table's columns."""
-        columns = FB_COLUMNS if self.program == "fb" else COLUMNS
+        columns = tick_table.FB_COLUMNS if self.program == "fb" else tick_table.COLUMNS
         return columns + PASS_COLUMNS if self.schedule.vocab_parts else columns
 
     @property
@@ -80,7 +61,7 @@ class Ticks:
 
     def makespan_s(self, costs: Costs) -> float:
         """Return the seconds of all phases; each takes its slowest rank's time and one transfer."""
-        return counted_s(self.counted, costs, self.schedule.num_chunks)
+        return lockstep.counted_s(self.counted, costs, self.schedule.num_chunks)
 
     def bubble_fraction(self, costs: Costs) -> float:
         """Return the idle share of all ranks in lockstep, 0..1."""
@@ -126,30 +107,32 @@ def ticks(schedule: Schedule, costs: Costs, remat: Remat | str = Remat.FULL) -> 
 @lru_cache(8)  # few, because a packing stores all ticks of all ranks
 def packings(schedule: Schedule) -> tuple[TickPacking, ...]:
     """Return `schedule` packed in each possible shape. ScheduleError if a ring cannot run it."""
-    reason = why_not(schedule)
+    reason = tick_table.why_not(schedule)
     if reason is not None:
         raise ScheduleError(reason)
-    shapes: tuple[TickShape, ...] = ("fb", "op") if runs_in_fb_ticks(schedule) else ("op",)
+    shapes: tuple[lockstep.TickShape, ...] = (
+        ("fb", "op") if lockstep.runs_in_fb_ticks(schedule) else ("op",)
+    )
 
-    def packed(shape: TickShape) -> TickPacking:
-        cells = pack(schedule, shape)
-        return TickPacking(shape, cells, counted(schedule, cells))
+    def packed(shape: lockstep.TickShape) -> TickPacking:
+        cells = lockstep.pack(schedule, shape)
+        return TickPacking(shape, cells, lockstep.counted(schedule, cells))
 
     return tuple(packed(shape) for shape in shapes)
 
 
 def fastest(packed: Sequence[TickPacking], costs: Costs, num_chunks: int) -> TickPacking:
     """Return the packing with the shortest time at these costs."""
-    return min(packed, key=lambda each: counted_s(each.counted, costs, num_chunks))
+    return min(packed, key=lambda each: lockstep.counted_s(each.counted, costs, num_chunks))
 
 
 @lru_cache(4)  # the config's schedule and the pipeline's are lowered once, whatever their costs
 def in_shape(schedule: Schedule, packing: TickPacking, remat: Remat) -> Ticks:
     """Return a packing lowered to ticks: its tasks, with a slot for every value."""
-    program: TickProgram = "fb" if runs_in_fb_ticks(schedule) else "op"
-    table, num_slots = assign_slots(schedule, packing.cells, remat, program)
+    program: tick_table.TickProgram = "fb" if lockstep.runs_in_fb_ticks(schedule) else "op"
+    table, num_slots = tick_table.assign_slots(schedule, packing.cells, remat, program)
     if schedule.vocab_parts:
-        passes = (passes_of(row, schedule.num_stages) for row in packing.cells)
+        passes = (lockstep.passes_of(row, schedule.num_stages) for row in packing.cells)
         columns = (tuple(0 if m is None else 1 + m for m in each) for each in passes)
         rows = zip(table, columns, strict=True)
         table = tuple(tuple(line + more for line in lines) for lines, more in rows)
@@ -184,7 +167,7 @@ class TickTask(NamedTuple):
 def tick_tasks(ticks: Ticks) -> list[list[tuple[TickTask, ...]]]:
     """Return the tasks of each tick and rank."""
     schedule, last = ticks.schedule, ticks.schedule.num_stages - 1
-    is_left = leaves_last_forward(schedule, ticks.remat)
+    is_left = tick_table.leaves_last_forward(schedule, ticks.remat)
     # in op ticks the last stage's F sends the gradient of its output to a slot on the same rank
     keeps_grad = ticks.program == "op" and schedule.has_backward and not is_left
 
@@ -208,7 +191,8 @@ def tick_text(ticks: Ticks) -> str:
     header = ["tick", *(f"rank {r}" for r in range(ticks.schedule.num_ranks))]
     if ticks.schedule.part_ranks:
         header.append("each rank's part of the vocabulary")
-        for row, phases in zip(cells, tick_phases(ticks.schedule, ticks.cells), strict=True):
+        of_ticks = lockstep.tick_phases(ticks.schedule, ticks.cells)
+        for row, phases in zip(cells, of_ticks, strict=True):
             parts = (task for phase in phases for task in phase[0] if task.kind in PART_KINDS)
             row.append(" ".join(f"{task.kind}{task.microbatch}" for task in parts))
     lines = [header, *([str(t), *row] for t, row in enumerate(cells))]

@@ -17,8 +17,7 @@ from ppctl import cli, config
 from ppctl.cli.commands.tune import job_words
 from ppctl.cli.compose import compose
 from ppctl.errors import ConfigError
-from ppctl.planner.search.job_script import LAUNCHERS, Hosts, hosts_for, write_job_script
-from ppctl.planner.search.tuned_recipe import MARK
+from ppctl.planner.search.tuned_files import LAUNCHERS, MARK, Hosts, hosts_for, write_job_script
 from ppctl.schedule.mesh_axes import TEXT_AXES
 from ppctl.training.pipeline.known_hardware import known
 

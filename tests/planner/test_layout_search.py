@@ -18,9 +18,8 @@ from ppctl.executors.work.planned_step import Machine, Microbatch, PlannedLayout
 from ppctl.executors.work.roofline import Link, ModelWork, Op, PieceWork, Speed
 from ppctl.planner.search import layout_candidate as candidates
 from ppctl.planner.search.layout_candidate import along
-from ppctl.planner.search.layout_search import LayoutSearch, ascending, uncollected
+from ppctl.planner.search.layout_search import LayoutSearch, SearchProgress, ascending, uncollected
 from ppctl.planner.search.layout_space import Space
-from ppctl.planner.search.search_progress import SearchProgress
 from ppctl.planner.search.tune_layouts import Row, planned_layouts
 from ppctl.schedule import piece_times
 from ppctl.schedule.engine_traits import BY_TASKS, IN_TICKS

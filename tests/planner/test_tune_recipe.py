@@ -14,7 +14,7 @@ from support.tuning import WORDS, composed, request
 from ppctl import cli, config
 from ppctl.cli.commands.tune import tune
 from ppctl.planner.search.tune_layouts import tune_layouts
-from ppctl.planner.search.tuned_recipe import MARK, write_recipe
+from ppctl.planner.search.tuned_files import MARK, write_recipe
 
 pytestmark = pytest.mark.usefixtures("machine")
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from ppctl.cli.compose import compose
-from ppctl.planner.search.job_script import JobTemplate
+from ppctl.planner.search.tuned_files import JobTemplate
 
 CLUSTER = Path(__file__).parents[2] / "recipes/cluster"
 SCRIPTS = ("slurm.sbatch", "tpu_slice.sh")

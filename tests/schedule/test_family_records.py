@@ -19,8 +19,7 @@ from ppctl.schedule.search.auto_search import published
 
 ROOT = Path(ppctl.__file__).parent
 TOY = """
-from ppctl.schedule.families.family import Family, each_num_chunks
-from ppctl.schedule.families.formulas import looped_bubble_s
+from ppctl.schedule.families.family import Family, each_num_chunks, looped_bubble_s
 from ppctl.schedule.families.looped_bfs import looped_bfs
 from ppctl.schedule.ir import split_backward
 from dataclasses import replace

@@ -23,8 +23,7 @@ from ppctl.schedule.families.building_blocks import (
 from ppctl.schedule.families.registry import build
 from ppctl.schedule.ir import split_backward
 from ppctl.schedule.placement_costs import Ledger, peak_activations
-from ppctl.schedule.search.greedy_ranks import _Greedy, fill
-from ppctl.schedule.search.hill_climbing import climb
+from ppctl.schedule.search.reordering import _Greedy, climb, fill
 from ppctl.schedule.simulator import simulate
 from ppctl.schedule.validation import validate
 

@@ -12,12 +12,10 @@ from ppctl.cli.choices import request_words
 from ppctl.config import Config
 from ppctl.errors import ConfigError
 from ppctl.launch.supervisor import STOP_SIGNALS, handling
-from ppctl.planner.search.job_script import LAUNCHERS, write_job_script
-from ppctl.planner.search.search_progress import SearchProgress
+from ppctl.planner.search.layout_search import SearchProgress
 from ppctl.planner.search.tune_layouts import tune_layouts
-from ppctl.planner.search.tuned_recipe import own_path, write_recipe
-from ppctl.planner.show.tune_terminal import show_tuned
-from ppctl.planner.show.tuned_numbers import chosen_number, show_numbers
+from ppctl.planner.search.tuned_files import LAUNCHERS, own_path, write_job_script, write_recipe
+from ppctl.planner.show.tune_terminal import chosen_number, show_numbers, show_tuned
 from ppctl.reports.terminal_output import show_lines
 from ppctl.training.pipeline.known_hardware import known
 

@@ -10,15 +10,8 @@ from ppctl.errors import ConfigError
 from ppctl.executors.work.planned_step import Machine
 from ppctl.executors.work.roofline import Link, Speed
 from ppctl.reports.terminal_output import size_text
+from ppctl.training.pipeline import known_hardware
 from ppctl.training.pipeline.jax_start import JAX_MEMORY_FRACTION, is_gpu, memory_share
-from ppctl.training.pipeline.known_hardware import (
-    NOMINAL,
-    described_only,
-    host_devices,
-    of_topology,
-    resolved,
-    stated_bytes,
-)
 from ppctl.training.pipeline.mfu import mfu_peak_flops
 
 GIB = 2**30
@@ -52,7 +45,7 @@ class Target:
     @cached_property
     def hardware(self) -> Hardware:
         """Return the hardware description of the devices. ConfigError if they are unknown."""
-        return resolved(self.request, self.kind, self.plan.topology)
+        return known_hardware.resolved(self.request, self.kind, self.plan.topology)
 
     @property
     def known_hardware(self) -> Hardware | None:
@@ -64,7 +57,7 @@ class Target:
     @property
     def is_away(self) -> bool:
         """Return whether hardware= describes devices that differ from the attached ones."""
-        return described_only(self.request, self.kind) is not None
+        return known_hardware.described_only(self.request, self.kind) is not None
 
     @property
     def adds_products(self) -> bool:
@@ -100,12 +93,12 @@ class Target:
                 f"{name} states no peak for {self.dtype}. Add it by {name} "
                 f"+hardware.peak_flops.{self.dtype}=FLOP/S, or use run.dtype={dtypes}."
             )
-        hosts, is_nominal = hardware.hosts, hardware.name == NOMINAL
+        hosts, is_nominal = hardware.hosts, hardware.name == known_hardware.NOMINAL
         return Machine(
             speed_of(hardware, peak),
             Link(hardware.link_latency_s, hardware.link_bytes_per_s),
             None if hosts is None else Link(hosts.latency_s, hosts.bytes_per_s),
-            host_devices(hardware, self.plan.topology),
+            known_hardware.host_devices(hardware, self.plan.topology),
             hardware.task_s,
             cores=os.cpu_count() if is_nominal else None,
             order=self.order,
@@ -124,11 +117,14 @@ class Target:
             if described is not None:
                 return described
         if self.plan.topology is not None:
-            there = of_topology(self.request, self.plan.topology)
+            there = known_hardware.of_topology(self.request, self.plan.topology)
             if there is None or (there.cuda is None and self.plan.compiles):
                 return None  # limit checked by the compiler for TPUs
             return self._limit_of(there, here=False)
-        device, stated = self.device, None if self.is_away else stated_bytes(self.device)
+        device, stated = (
+            self.device,
+            None if self.is_away else known_hardware.stated_bytes(self.device),
+        )
         if stated is None:
             return None
 

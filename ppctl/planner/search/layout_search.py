@@ -6,8 +6,10 @@ time is below all remaining bounds. Standard library only.
 """
 
 import gc
-from collections.abc import Callable, Generator, Iterable, Iterator
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import product
 from math import inf
@@ -21,6 +23,7 @@ from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.schedule.partition.cut_layers import improved
 from ppctl.schedule.partition.partition import Partition, explicit
 
+SAY_EVERY_S = 10.0  # seconds between lines
 MOST_SIMULATIONS = 100  # maximum number of simulated partitions of a layout
 
 
@@ -152,3 +155,42 @@ def uncollected() -> Generator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+class SearchEnded(Exception):
+    """Raised in a search that ends before it is complete."""
+
+
+@dataclass
+class SearchProgress:
+    """Prints lines during a search, and ends it after max_s seconds or when `stopped_by` is set."""
+
+    say: Callable[[str], None]
+    max_s: float | None = None  # None: no limit
+    stopped_by: str | None = None  # name of the signal that ends the search
+    began_s: float = field(default_factory=time.monotonic)
+    said_s: float = field(default_factory=time.monotonic)
+
+    def begin(self, search: LayoutSearch, rows: Sequence[Any], best: int) -> None:
+        """Watch a search. rows: its results, which grow until there are `best`."""
+        self.began_s = self.said_s = time.monotonic()
+        search.watch = lambda: self._watch(search, rows, best)
+
+    @property
+    def early_end(self) -> str | None:
+        """Return the reason why the search ends early; None while it runs on."""
+        if self.stopped_by is not None:
+            return self.stopped_by
+        is_over = self.max_s is not None and time.monotonic() - self.began_s >= self.max_s
+        return f"tune.max_s={self.max_s:g}" if is_over else None
+
+    def _watch(self, search: LayoutSearch, rows: Sequence[Any], best: int) -> None:
+        if self.early_end is not None:
+            raise SearchEnded
+        now_s = time.monotonic()
+        if now_s - self.said_s >= SAY_EVERY_S:
+            self.said_s = now_s
+            self.say(
+                f"search    {now_s - self.began_s:.0f} s: {search.num_simulated:,} of at most "
+                f"{len(search.layouts):,} layouts simulated, {len(rows)} of the best {best} found"
+            )

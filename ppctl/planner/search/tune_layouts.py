@@ -32,11 +32,15 @@ from ppctl.planner.cost.target_devices import DeviceLimit, Target
 from ppctl.planner.cost.token_budget import TokenBudget, check_tokens, token_budget
 from ppctl.planner.rehearsal.timed_runs import run_steps
 from ppctl.planner.search.device_models import device_models, example, stage_divisions
-from ppctl.planner.search.job_script import Hosts, hosts_for
 from ppctl.planner.search.layout_candidate import Candidate
-from ppctl.planner.search.layout_search import LayoutSearch, uncollected
+from ppctl.planner.search.layout_search import (
+    LayoutSearch,
+    SearchEnded,
+    SearchProgress,
+    uncollected,
+)
 from ppctl.planner.search.layout_space import PREFERRED, Space
-from ppctl.planner.search.search_progress import SearchEnded, SearchProgress
+from ppctl.planner.search.tuned_files import Hosts, hosts_for
 from ppctl.schedule.families.registry import FAMILIES, ON_RING
 from ppctl.schedule.mesh_axes import STAGE_AXES, MeshSizes
 from ppctl.schedule.remat import Remat

@@ -7,19 +7,7 @@ from ppctl.planner.cost.predict_step import step_of, timeline_of
 from ppctl.planner.cost.step_time import op_times
 from ppctl.planner.make_plan import Prediction
 from ppctl.planner.rehearsal.rehearse_ranks import Rehearsal
-from ppctl.planner.show.plan_terminal import (
-    ABOUT,
-    PARTS,
-    fit_text,
-    memory_table,
-    plan_lines,
-    rank_name,
-    rank_table,
-    ranks_to_show,
-    rehearsal_lines,
-    shown_ranks,
-    stage_table,
-)
+from ppctl.planner.show import plan_terminal as terminal
 from ppctl.reports import page_kit as kit
 from ppctl.reports.charts.draw_schedule import charts_html, too_many_tasks
 from ppctl.reports.charts.page_figures import memory_bars
@@ -37,13 +25,19 @@ def plan_page(found: Prediction, picture: Drawing | str, words: Sequence[str]) -
     picture: the drawing of the step, or why it is missing. words: arguments of `ppctl plan`.
     """
     pipeline = "un-pipelined" if found.ideal_bubble_fraction is None else found.schedule
-    bars = [(rank_name(found, r), found.memory_bytes[r]) for r in shown_ranks(found, MOST_BARS)]
-    memory = memory_bars(bars, PARTS, found.limit_bytes, ABOUT), _table(*memory_table(found))
-    stages = [_table(*stage_table(found.stages), "stages")] if found.stages else []
+    bars = [
+        (terminal.rank_name(found, r), found.memory_bytes[r])
+        for r in terminal.shown_ranks(found, MOST_BARS)
+    ]
+    memory = (
+        memory_bars(bars, terminal.PARTS, found.limit_bytes, terminal.ABOUT),
+        _table(*terminal.memory_table(found)),
+    )
+    stages = [_table(*terminal.stage_table(found.stages), "stages")] if found.stages else []
     return kit.page(
         f"Plan: {found.request.title}, {pipeline}",
-        kit.verdict(FITS[found.fits], fit_text(found)),
-        _table("the step", [], plan_lines(found), "request"),
+        kit.verdict(FITS[found.fits], terminal.fit_text(found)),
+        _table("the step", [], terminal.plan_lines(found), "request"),
         kit.section("Memory of one device", *memory),
         kit.section("Stages", *stages),
         kit.section("The step, as predicted, without per-step overhead", _chart(picture)),
@@ -54,14 +48,17 @@ def plan_page(found: Prediction, picture: Drawing | str, words: Sequence[str]) -
 
 def rehearsal_page(found: Rehearsal, timeline: Timeline) -> str:
     """Return the HTML page of a rehearsal."""
-    bars = [(f"rank {each.rank}", each.memory_bytes) for each in ranks_to_show(found, MOST_BARS)]
-    memory = memory_bars(bars, PARTS, found.limit_bytes, ABOUT)
+    bars = [
+        (f"rank {each.rank}", each.memory_bytes)
+        for each in terminal.ranks_to_show(found, MOST_BARS)
+    ]
+    memory = memory_bars(bars, terminal.PARTS, found.limit_bytes, terminal.ABOUT)
     reason = too_many_tasks(len(timeline.start_s))
     picture = Drawing(found.schedule, timeline) if reason is None else reason
     return kit.page(
         f"Rehearsal: {found.request.title}, {found.schedule}",
-        _table("the step", [], rehearsal_lines(found), "request"),
-        kit.section("Ranks", _table(*rank_table(found, len(found.ranks)))),
+        _table("the step", [], terminal.rehearsal_lines(found), "request"),
+        kit.section("Ranks", _table(*terminal.rank_table(found, len(found.ranks)))),
         kit.section("Memory of one device", memory),
         kit.section("The step, simulated from the ranks' times", _chart(picture)),
     )

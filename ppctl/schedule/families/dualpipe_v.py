@@ -1,5 +1,4 @@
-from ppctl.schedule.families.family import Family
-from ppctl.schedule.families.formulas import forward_trip_s, only_if
+from ppctl.schedule.families.family import Family, forward_trip_s, only_if
 from ppctl.schedule.families.stage_placement import RankProgram, v_shape
 from ppctl.schedule.ir import Schedule, Task
 

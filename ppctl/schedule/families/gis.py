@@ -1,7 +1,6 @@
 from itertools import product
 
-from ppctl.schedule.families.family import Family, each_num_chunks
-from ppctl.schedule.families.formulas import only_if, require_at_least
+from ppctl.schedule.families.family import Family, each_num_chunks, only_if, require_at_least
 from ppctl.schedule.families.stage_placement import loop
 from ppctl.schedule.ir import Schedule, Task
 

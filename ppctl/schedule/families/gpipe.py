@@ -1,7 +1,6 @@
 from dataclasses import replace
 
-from ppctl.schedule.families.family import Family
-from ppctl.schedule.families.formulas import fill_and_drain_s
+from ppctl.schedule.families.family import Family, fill_and_drain_s
 from ppctl.schedule.families.looped_bfs import looped_bfs
 from ppctl.schedule.ir import Schedule
 

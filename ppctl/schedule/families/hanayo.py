@@ -1,7 +1,6 @@
 import heapq
 
-from ppctl.schedule.families.family import Family
-from ppctl.schedule.families.formulas import FormulaInputs, only_if, peak_of_1f1b, require_at_least
+from ppctl.schedule.families import family
 from ppctl.schedule.families.stage_placement import waves
 from ppctl.schedule.ir import Schedule, Task
 
@@ -15,7 +14,7 @@ def hanayo(num_ranks: int, num_microbatches: int, *, num_waves: int = 1) -> Sche
     order). Each rank runs one ready task a tick: backwards before forwards, old microbatches before
     new ones.
     """
-    require_at_least("hanayo", "num_waves", num_waves, 1)
+    family.require_at_least("hanayo", "num_waves", num_waves, 1)
     rank_of = waves(num_ranks, num_waves)
     last = len(rank_of) - 1
     # ready tasks of each rank as a heap: backwards first, then the oldest microbatch
@@ -39,20 +38,20 @@ def hanayo(num_ranks: int, num_microbatches: int, *, num_waves: int = 1) -> Sche
     return Schedule("hanayo", tuple(map(tuple, ranks)), rank_of, num_microbatches)
 
 
-def _is_even(s: FormulaInputs) -> bool:
+def _is_even(s: family.FormulaInputs) -> bool:
     """Return whether F = B, transfers are free and m is a multiple of p."""
     f, i, w = s.fiw
     return s.is_free and f == i + w and s.m % s.p == 0
 
 
 FAMILIES = (
-    Family(
+    family.Family(
         "hanayo",
         hanayo,
         also_called=("wave",),
         published="2023-08",
-        bubble_s=only_if(_is_even, lambda s: (s.p - 1) * s.work_s / (2 * s.num_waves)),
-        peak=peak_of_1f1b,
+        bubble_s=family.only_if(_is_even, lambda s: (s.p - 1) * s.work_s / (2 * s.num_waves)),
+        peak=family.peak_of_1f1b,
         searched_knobs=lambda max_chunks: [{"num_waves": w} for w in range(1, max_chunks // 2 + 1)],
     ),
 )

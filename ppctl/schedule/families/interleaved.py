@@ -1,13 +1,6 @@
 from itertools import product
 
-from ppctl.schedule.families.family import WARMUP_HOPS, Family, KnobValues
-from ppctl.schedule.families.formulas import (
-    hops_floor,
-    looped_bubble_s,
-    only_if,
-    require_at_least,
-    require_multiple_of_ranks,
-)
+from ppctl.schedule.families import family
 from ppctl.schedule.families.stage_placement import loop
 from ppctl.schedule.ir import Kind, Schedule, Task
 
@@ -23,8 +16,8 @@ def interleaved(
     ScheduleError unless num_microbatches is a multiple of p.
     Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2 (h = 2); other h by simulation.
     """
-    require_at_least("interleaved", "num_chunks", num_chunks, 1)
-    require_multiple_of_ranks("interleaved", num_microbatches, num_ranks)
+    family.require_at_least("interleaved", "num_chunks", num_chunks, 1)
+    family.require_multiple_of_ranks("interleaved", num_microbatches, num_ranks)
     return alternating("interleaved", num_ranks, num_microbatches, num_chunks, warmup_hops)
 
 
@@ -53,7 +46,9 @@ def alternating(
         last = (num_chunks - 1) * num_ranks + 2 * r  # sum of the rank's first and last stage index
         kind: Kind = "I" if is_split else "B"
         backwards = [Task(last - stage, kind, m) for stage, _, m in forwards]
-        warmup = hops_floor(name, warmup_hops, num_ranks - 1 - r) + (num_chunks - 1) * num_ranks
+        warmup = (
+            family.hops_floor(name, warmup_hops, num_ranks - 1 - r) + (num_chunks - 1) * num_ranks
+        )
         # with few microbatches, a delay above r would only make the rank end after the others
         delay = min(int(warmup_hops * r), r + max(0, total - num_ranks)) if is_split else total
         tasks = forwards[:warmup]
@@ -78,18 +73,18 @@ def chunk_order(num_microbatches: int, num_chunks: int, group_size: int) -> list
     return [(chunk, m) for group in groups for chunk in range(num_chunks) for m in group]
 
 
-def _searched_knobs(max_chunks: int) -> list[KnobValues]:
-    knobs = product(range(2, max_chunks + 1), WARMUP_HOPS)
+def _searched_knobs(max_chunks: int) -> list[family.KnobValues]:
+    knobs = product(range(2, max_chunks + 1), family.WARMUP_HOPS)
     return [{"num_chunks": v, "warmup_hops": hops} for v, hops in knobs]
 
 
 FAMILIES = (
-    Family(
+    family.Family(
         "interleaved",
         interleaved,
         also_called=("vpp", "megatron"),
         published="2021-04",
-        bubble_s=only_if(lambda s: s.is_free, looped_bubble_s),
+        bubble_s=family.only_if(lambda s: s.is_free, family.looped_bubble_s),
         peak=lambda s: min(s.m, s.p + (s.warmup - (s.p - 1)) / s.num_chunks),
         searched_knobs=_searched_knobs,
     ),

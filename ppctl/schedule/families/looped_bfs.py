@@ -1,5 +1,4 @@
-from ppctl.schedule.families.family import Family, each_num_chunks
-from ppctl.schedule.families.formulas import looped_bubble_s, only_if, require_at_least
+from ppctl.schedule.families import family
 from ppctl.schedule.families.stage_placement import loop
 from ppctl.schedule.ir import Schedule, Task
 
@@ -12,7 +11,7 @@ def looped_bfs(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2) ->
     transfer latency. Backwards run in reverse order. p = num_ranks, V = num_chunks.
     Source: Lamy-Poirier 2023, arXiv 2211.05953, figure 2d.
     """
-    require_at_least("looped_bfs", "num_chunks", num_chunks, 1)
+    family.require_at_least("looped_bfs", "num_chunks", num_chunks, 1)
     ranks: list[tuple[Task, ...]] = []
     for r in range(num_ranks):
         stages = range(r, num_ranks * num_chunks, num_ranks)
@@ -23,13 +22,13 @@ def looped_bfs(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2) ->
 
 
 FAMILIES = (
-    Family(
+    family.Family(
         "looped_bfs",
         looped_bfs,
         also_called=("bfs",),
         published="2022-11",
-        bubble_s=only_if(lambda s: s.is_free and s.m >= s.p, looped_bubble_s),
+        bubble_s=family.only_if(lambda s: s.is_free and s.m >= s.p, family.looped_bubble_s),
         peak=lambda s: s.m,
-        searched_knobs=each_num_chunks,
+        searched_knobs=family.each_num_chunks,
     ),
 )

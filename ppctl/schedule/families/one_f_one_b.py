@@ -1,5 +1,4 @@
-from ppctl.schedule.families.family import WARMUP_HOPS, Family
-from ppctl.schedule.families.formulas import FormulaInputs, fill_and_drain_s, only_if, peak_of_1f1b
+from ppctl.schedule.families import family
 from ppctl.schedule.families.interleaved import alternating
 from ppctl.schedule.ir import Schedule
 
@@ -24,31 +23,33 @@ def eager_1f1b(num_ranks: int, num_microbatches: int, *, warmup_hops: float = 2)
     return alternating("eager_1f1b", num_ranks, num_microbatches, warmup_hops=warmup_hops)
 
 
-def _alternation_s(s: FormulaInputs) -> float:
+def _alternation_s(s: family.FormulaInputs) -> float:
     """Return the bubble of 1F1B in seconds: (p-1)(F+B) + 2c(p-1) + 2c floor((m-1)(p-1)/p)."""
     trips = (s.p - 1) + (s.m - 1) * (s.p - 1) // s.p
     return (s.p - 1) * s.work_s + 2 * s.costs.transfer_s * trips
 
 
-def _hides_latency(s: FormulaInputs) -> bool:
+def _hides_latency(s: family.FormulaInputs) -> bool:
     return s.is_free or (s.has_small_hop and s.warmup_hops == 2 and s.m >= 2 * s.p - 1)
 
 
 FAMILIES = (
-    Family(
+    family.Family(
         "1f1b",
         one_f_one_b,
         also_called=("dapple", "pipedream"),
         published="2020-06",
-        bubble_s=only_if(lambda s: s.has_small_hop, _alternation_s),
-        peak=peak_of_1f1b,
+        bubble_s=family.only_if(lambda s: s.has_small_hop, _alternation_s),
+        peak=family.peak_of_1f1b,
     ),
-    Family(
+    family.Family(
         "eager_1f1b",
         eager_1f1b,
         published="2022-11",
-        bubble_s=only_if(_hides_latency, fill_and_drain_s),
+        bubble_s=family.only_if(_hides_latency, family.fill_and_drain_s),
         peak=lambda s: min(s.m, s.warmup + 1),
-        searched_knobs=lambda _: [{"warmup_hops": hops} for hops in WARMUP_HOPS[1:]],  # h = 1: 1F1B
+        searched_knobs=lambda _: [
+            {"warmup_hops": hops} for hops in family.WARMUP_HOPS[1:]
+        ],  # h = 1: 1F1B
     ),
 )

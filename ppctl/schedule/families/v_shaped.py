@@ -1,6 +1,5 @@
 from ppctl.schedule.families.building_blocks import repeated, squeezed
-from ppctl.schedule.families.family import Family
-from ppctl.schedule.families.formulas import only_if
+from ppctl.schedule.families.family import Family, only_if
 from ppctl.schedule.ir import Schedule
 
 

@@ -1,13 +1,5 @@
+from ppctl.schedule.families import family
 from ppctl.schedule.families.building_blocks import squeezed
-from ppctl.schedule.families.family import Family, each_num_chunks
-from ppctl.schedule.families.formulas import (
-    forward_trip_s,
-    only_if,
-    peak_of_1f1b,
-    require_at_least,
-    require_multiple_of_ranks,
-    zero_bubble_s,
-)
 from ppctl.schedule.families.interleaved import alternating
 from ppctl.schedule.families.stage_placement import RankProgram, v_shape
 from ppctl.schedule.ir import Kind, Schedule, Task
@@ -42,8 +34,8 @@ def interleaved_zb(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2
     Source: section 2.1 of arXiv 2401.10241 on the order of 2104.04473, as in PyTorch's
     ScheduleInterleavedZeroBubble; closed form by simulation.
     """
-    require_at_least("interleaved_zb", "num_chunks", num_chunks, 1)
-    require_multiple_of_ranks("interleaved_zb", num_microbatches, num_ranks)
+    family.require_at_least("interleaved_zb", "num_chunks", num_chunks, 1)
+    family.require_multiple_of_ranks("interleaved_zb", num_microbatches, num_ranks)
     return alternating("interleaved_zb", num_ranks, num_microbatches, num_chunks, is_split=True)
 
 
@@ -99,35 +91,37 @@ def _priority(ranks: tuple[tuple[Task, ...], ...], num_microbatches: int) -> lis
 
 
 FAMILIES = (
-    Family(
+    family.Family(
         "zb_h1",
         zb_h1,
         also_called=("zero_bubble", "zb", "zb1p"),
         published="2023-11",
-        bubble_s=only_if(lambda s: s.is_free and s.m >= s.p, zero_bubble_s),
-        peak=peak_of_1f1b,
+        bubble_s=family.only_if(lambda s: s.is_free and s.m >= s.p, family.zero_bubble_s),
+        peak=family.peak_of_1f1b,
     ),
-    Family(
+    family.Family(
         "zb_h2",
         zb_h2,
         published="2023-11",
-        bubble_s=only_if(lambda s: s.is_equal and s.m >= 2 * s.p - 1, forward_trip_s),
+        bubble_s=family.only_if(lambda s: s.is_equal and s.m >= 2 * s.p - 1, family.forward_trip_s),
         peak=lambda s: min(s.m, 2 * s.p - 1),
     ),
-    Family(
+    family.Family(
         "interleaved_zb",
         interleaved_zb,
         published="2023-11",
-        bubble_s=only_if(lambda s: s.is_free, zero_bubble_s),
+        bubble_s=family.only_if(lambda s: s.is_free, family.zero_bubble_s),
         peak=lambda s: s.p,
-        searched_knobs=each_num_chunks,
+        searched_knobs=family.each_num_chunks,
     ),
-    Family(
+    family.Family(
         "zb_v",
         zb_v,
         also_called=("zero_bubble", "zb", "zbv"),
         published="2023-11",
-        bubble_s=only_if(lambda s: s.is_equal and s.m >= s.p, lambda s: forward_trip_s(s) / 2),
-        peak=peak_of_1f1b,
+        bubble_s=family.only_if(
+            lambda s: s.is_equal and s.m >= s.p, lambda s: family.forward_trip_s(s) / 2
+        ),
+        peak=family.peak_of_1f1b,
     ),
 )

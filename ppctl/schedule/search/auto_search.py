@@ -1,7 +1,7 @@
 """`schedule=auto`: the shortest schedule under a cap on memory, at given costs.
 
 Candidates are every family with its knobs, V-shaped building blocks, and greedy reorderings of both
-under the cap (`greedy_ranks`). Hill climbing then shortens the best candidates. The result is
+under the cap (`reordering`). Hill climbing then shortens the best candidates. The result is
 never worse than the best published schedule that fits. It is the same on every process and machine,
 since the search stops after a number of tasks, not of seconds.
 """
@@ -24,8 +24,7 @@ from ppctl.schedule.ir import Schedule, split_backward
 from ppctl.schedule.lower_bounds import bound_under_cap_s
 from ppctl.schedule.placement_costs import CostsOf, Ledger, Placed
 from ppctl.schedule.search.auto_choice import GIB, NO_GAP, Choice, FoundSchedule
-from ppctl.schedule.search.greedy_ranks import fill
-from ppctl.schedule.search.hill_climbing import climb
+from ppctl.schedule.search.reordering import climb, fill
 from ppctl.schedule.validation import validate
 
 MOST_TASKS = 400_000  # maximum tasks of a searched schedule: with more, the search takes minutes
