@@ -84,14 +84,10 @@ class Costs:
     def check(self, num_stages: int, vocab_parts: int = 0) -> None:
         """Raise ConfigError unless each tuple has one entry for each stage, or vocabulary part."""
         stages = num_stages, "stages", "each stage, or a number for 1/p of the model"
-        parts = (
-            vocab_parts,
-            "ranks, each with a part of the vocabulary",
-            "each, or a number for all",
-        )
+        of_parts = "ranks, each with a part of the vocabulary", "each, or a number for all"
         settings: dict[str, OfStages] = vars(self)
         for name, value in settings.items():
-            number, places, use = parts if name in OF_PARTS.values() else stages
+            number, places, use = (vocab_parts, *of_parts) if name in OF_PARTS.values() else stages
             if isinstance(value, tuple) and number and len(value) != number:
                 what = f"{name} has {len(value)} entries for {number} {places}"
                 raise ConfigError(f"{what}. Give one for {use}.")

@@ -3,33 +3,21 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 
 @dataclass(frozen=True)
 class EngineTraits:
-    """How an executor runs a schedule.
+    """How an executor runs a schedule. Neither: no ranks, one device runs the whole model."""
 
-    timeline: "ticks": all ranks run one program in lockstep, on a ring. "tasks": the host
-    dispatches each task as a program, and ranks run freely. None: no ranks, one device runs the
-    whole model.
-    """
-
-    timeline: Literal["ticks", "tasks"] | None
+    # all ranks run one program in lockstep on a ring: values in slots, stages padded to the largest
+    in_ticks: bool = False
+    # the host dispatches each task as a program, with separate temporaries; ranks run freely
+    dispatches_tasks: bool = False
 
     @property
     def is_pipelined(self) -> bool:
-        return self.timeline is not None
-
-    @property
-    def in_ticks(self) -> bool:
-        """Return whether ranks run in ticks: values in slots, all stages padded to the largest."""
-        return self.timeline == "ticks"
-
-    @property
-    def dispatches_tasks(self) -> bool:
-        """Return whether each task, not the whole step, is a program, with separate temporaries."""
-        return self.timeline == "tasks"
+        return self.in_ticks or self.dispatches_tasks
 
     def rank_layers(self, sizes: Sequence[int], rank_of: Sequence[int]) -> int:
         """Return the number of layers of the largest rank, padding included.
@@ -39,10 +27,11 @@ class EngineTraits:
         >>> [engine.rank_layers((2, 1), (0, 0)) for engine in (IN_TICKS, BY_TASKS)]
         [4, 3]
         """
-        return padded_layers(sizes, rank_of) if self.in_ticks else max(layers_of(sizes, rank_of))
+        return padded_layers(sizes, rank_of) if self.in_ticks else max(rank_sums(sizes, rank_of))
 
 
-ALONE, IN_TICKS, BY_TASKS = EngineTraits(None), EngineTraits("ticks"), EngineTraits("tasks")
+ALONE = EngineTraits()
+IN_TICKS, BY_TASKS = EngineTraits(in_ticks=True), EngineTraits(dispatches_tasks=True)
 
 
 def padded_layers(sizes: Sequence[int], rank_of: Sequence[int]) -> int:
@@ -50,9 +39,11 @@ def padded_layers(sizes: Sequence[int], rank_of: Sequence[int]) -> int:
     return max(sizes) * max(Counter(rank_of).values())
 
 
-def layers_of(sizes: Sequence[int], rank_of: Sequence[int]) -> list[int]:
-    """Return the number of layers of each rank, given each stage's layers and rank."""
-    sums = [0] * (max(rank_of) + 1)
-    for size, rank in zip(sizes, rank_of, strict=True):
-        sums[rank] += size
-    return sums
+def rank_sums(values: Sequence[Any], rank_of: Sequence[int]) -> list[Any]:
+    """Return the sum of each rank's `values`, the numbers of its stages.
+
+    >>> rank_sums((3, 2, 1), (0, 1, 0))
+    [4, 2]
+    """
+    pairs = [*zip(rank_of, values, strict=True)]
+    return [sum(n for at, n in pairs if at == rank) for rank in range(max(rank_of) + 1)]

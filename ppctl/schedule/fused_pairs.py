@@ -7,7 +7,6 @@ long as its two tasks in sequence.
 """
 
 from collections import deque
-from collections.abc import Sequence
 from itertools import islice, pairwise
 
 from ppctl.errors import ScheduleError
@@ -17,6 +16,7 @@ from ppctl.schedule.families.registry import FAMILIES, build
 from ppctl.schedule.ir import Schedule, Task
 
 MOST_LONGER = 1.03  # largest allowed factor on the step time
+PAIRS = ("FB", "BF", "FI", "IF")  # kinds of two tasks that can run as one program
 
 
 def fused_order(schedule: Schedule, costs: Costs) -> list[tuple[Task, ...]]:
@@ -41,7 +41,8 @@ def fused_order(schedule: Schedule, costs: Costs) -> list[tuple[Task, ...]]:
         start_s = max(now_s, ranks.ready_s(group[0])) if group else NEVER
         if start_s > now_s:
             return (), start_s
-        together_s = max(now_s, ranks.ready_s(group[-1])) if _can_pair(jobs, group) else NEVER
+        kinds = "".join(jobs.tasks[task].kind for task in group)
+        together_s = max(now_s, ranks.ready_s(group[-1])) if kinds in PAIRS else NEVER
         if together_s > min(latest_s[task] for task in group) - sum(seconds[n] for n in group):
             group, together_s = group[:1], now_s
         for _ in group:
@@ -52,11 +53,6 @@ def fused_order(schedule: Schedule, costs: Costs) -> list[tuple[Task, ...]]:
     ranks.run(choose)
     found.sort(key=lambda each: each[0])
     return [tuple(jobs.tasks[task] for task in group) for _, group in found]
-
-
-def _can_pair(jobs: Jobs, group: Sequence[int]) -> bool:
-    kinds = "".join(jobs.tasks[task].kind for task in group)
-    return kinds in ("FB", "BF", "FI", "IF")
 
 
 def _latest_ends(jobs: Jobs) -> list[float]:

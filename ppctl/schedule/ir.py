@@ -224,10 +224,8 @@ def split_backward(schedule: Schedule) -> Schedule:
     >>> [str(task) for task in split_backward(whole).ranks[0]]
     ['0I0', '0W0']
     """
-
-    def split(task: Task) -> tuple[Task, ...]:
-        is_whole = task.kind == "B"
-        return (task._replace(kind="I"), task._replace(kind="W")) if is_whole else (task,)
-
-    ranks = tuple(tuple(half for t in tasks for half in split(t)) for tasks in schedule.ranks)
+    ranks = tuple(
+        tuple(t._replace(kind=k) for t in tasks for k in ("IW" if t.kind == "B" else t.kind))
+        for tasks in schedule.ranks
+    )
     return replace(schedule, ranks=ranks)

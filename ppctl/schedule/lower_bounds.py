@@ -20,7 +20,7 @@ def period_bound_s(schedule: Schedule, costs: Costs) -> float:
     >>> period_bound_s(one_f_one_b(8, 32), Costs())
     96.0
     """
-    return max(_work_s(schedule, costs))
+    return max(rank_work_s(schedule, costs))
 
 
 def makespan_bound_s(
@@ -36,7 +36,7 @@ def makespan_bound_s(
     117.0
     """
     times = 1.0 if num_microbatches is None else num_microbatches / schedule.num_microbatches
-    parts = zip(outside_s(schedule, costs), _work_s(schedule, costs), strict=True)
+    parts = zip(outside_s(schedule, costs), rank_work_s(schedule, costs), strict=True)
     return max(other_s + work_s * times for other_s, work_s in parts)
 
 
@@ -117,7 +117,8 @@ def outside_s(schedule: Schedule, costs: Costs) -> list[float]:
     ]
 
 
-def _work_s(schedule: Schedule, costs: Costs) -> list[float]:
+def rank_work_s(schedule: Schedule, costs: Costs) -> list[float]:
+    """Return the seconds of each rank's tasks."""
     chunks = schedule.num_chunks
     return [
         sum(number * costs.seconds(kind, s, chunks) for kind, s, number in rank)

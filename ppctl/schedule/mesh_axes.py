@@ -6,7 +6,7 @@ from math import gcd, prod
 from typing import Any, Self
 
 from ppctl.errors import ConfigError, setting
-from ppctl.schedule.axis_table import MESH_AXES, Axis, Divided
+from ppctl.schedule.axis_table import MESH_AXES, Divided
 
 
 def axes_dividing(*parts: Divided) -> tuple[str, ...]:
@@ -51,12 +51,11 @@ def axes_record(
     kind, default: type and default of each field. about: help text, a format string that may use
     the fields of `Axis`.
     """
-
-    def field_of(axis: Axis) -> tuple[str, Any, Any]:
-        metadata = {"about": about.format(**vars(axis))}
-        return axis.name, kind, field(default=default, metadata=metadata)
-
-    fields = [field_of(axis) for axis in MESH_AXES if axis.name in axes]
+    fields = [
+        (axis.name, kind, field(default=default, metadata={"about": about.format(**vars(axis))}))
+        for axis in MESH_AXES
+        if axis.name in axes
+    ]
     return make_dataclass("AxesRecord", fields, frozen=is_frozen)
 
 

@@ -52,20 +52,17 @@ class Placed:
         Ledger(held=(10, 10), stash=(3, 3), pending=None)
         """
         stages, chunks = range(schedule.num_stages), schedule.num_chunks
-        fixed = self.fixed_bytes or (0.0,) * schedule.num_ranks
-        held = tuple(map(math.ceil, map(add, fixed, self._temporaries(schedule))))
+        held = self.fixed_bytes or (0.0,) * schedule.num_ranks
+        if self.temporary_bytes:  # the most of a task on each rank, counted at all times
+            kinds = set(KINDS) & (schedule.kinds or {*OF_STAGES})  # without tasks: a split schedule
+            most = [max(each[kind] for kind in kinds) for each in self.temporary_bytes]
+            held = map(add, held, (max(most[s] for s in held) for held in schedule.stages_of))
+        held = tuple(map(math.ceil, held))
         stash = tuple(math.ceil(self.costs.stage_bytes(s, chunks)) for s in stages)
         if self.pending_bytes is None:
             return Ledger(held, stash)
         pending = replace(self.costs, activation_bytes=self.pending_bytes)
         return Ledger(held, stash, tuple(math.ceil(pending.stage_bytes(s, chunks)) for s in stages))
-
-    def _temporaries(self, schedule: Schedule) -> list[float]:
-        """Return the most bytes of temporaries of a task on each rank, counted at all times."""
-        kinds = set(KINDS) & (schedule.kinds or {*OF_STAGES})  # without tasks: a split schedule
-        of_stages = [max(each[kind] for kind in kinds) for each in self.temporary_bytes]
-        ranks = schedule.stages_of
-        return [max(of_stages[s] for s in stages) if of_stages else 0.0 for stages in ranks]
 
 
 # function from the rank of each stage to costs and memory; may raise ConfigError

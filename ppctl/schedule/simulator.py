@@ -13,7 +13,7 @@ from math import inf
 
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.execution_order import Jobs
-from ppctl.schedule.ir import ALL_KINDS, Schedule, Task, Value, writes
+from ppctl.schedule.ir import ALL_KINDS, Schedule, Task, writes
 from ppctl.schedule.lockstep_ticks import tick_phases
 from ppctl.schedule.placement_costs import Placed, peak_activations
 from ppctl.schedule.tick_lowering import Ticks
@@ -97,7 +97,8 @@ class Timeline:
         before = self._before.get(task)
         ready_s = {} if before is None else {before: self.end_s[before]}
         for value in self.schedule.reads(task):
-            writer = self._writer(value)
+            writers = (Task(value.stage, kind, value.microbatch) for kind in ALL_KINDS)
+            writer = next(t for t in writers if t in self.end_s and value in writes(t))
             hop_s = 0.0 if rank_at(value) == rank_at(task) else self.costs.transfer_s
             ready_s.setdefault(writer, self.end_s[writer] + hop_s)
         last = max(ready_s, key=ready_s.__getitem__, default=None)
@@ -108,10 +109,6 @@ class Timeline:
     @cached_property
     def _before(self) -> dict[Task, Task]:
         return {task: before for tasks in self.schedule.ranks for before, task in pairwise(tasks)}
-
-    def _writer(self, value: Value) -> Task:
-        tasks = (Task(value.stage, kind, value.microbatch) for kind in ALL_KINDS)
-        return next(t for t in tasks if t in self.end_s and value in writes(t))
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:

@@ -14,6 +14,7 @@ from ppctl.schedule import lockstep_ticks as lockstep
 from ppctl.schedule import tick_table
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import PART_KINDS, Schedule, Task
+from ppctl.schedule.lower_bounds import rank_work_s
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.validation import check_places
 
@@ -65,10 +66,8 @@ class Ticks:
 
     def bubble_fraction(self, costs: Costs) -> float:
         """Return the idle share of all ranks in lockstep, 0..1."""
-        schedule = self.schedule
-        tasks = (task for tasks in schedule.ranks for task in tasks)
-        busy = sum(costs.seconds(t.kind, t.stage, schedule.num_chunks) for t in tasks)
-        return 1 - busy / (self.makespan_s(costs) * schedule.num_ranks)
+        busy_s = sum(rank_work_s(self.schedule, costs))
+        return 1 - busy_s / (self.makespan_s(costs) * self.schedule.num_ranks)
 
 
 def forward_only(schedule: Schedule) -> Schedule:
@@ -113,12 +112,8 @@ def packings(schedule: Schedule) -> tuple[TickPacking, ...]:
     shapes: tuple[lockstep.TickShape, ...] = (
         ("fb", "op") if lockstep.runs_in_fb_ticks(schedule) else ("op",)
     )
-
-    def packed(shape: lockstep.TickShape) -> TickPacking:
-        cells = lockstep.pack(schedule, shape)
-        return TickPacking(shape, cells, lockstep.counted(schedule, cells))
-
-    return tuple(packed(shape) for shape in shapes)
+    packed = ((shape, lockstep.pack(schedule, shape)) for shape in shapes)
+    return tuple(TickPacking(s, cells, lockstep.counted(schedule, cells)) for s, cells in packed)
 
 
 def fastest(packed: Sequence[TickPacking], costs: Costs, num_chunks: int) -> TickPacking:

@@ -70,7 +70,14 @@ def _delayed(schedule: Schedule, delay: int, costs: Costs) -> tuple[float, Sched
             jobs.needs[number[Task(r, "E", m)]] = ((act + earlier - m, 0.0),)
     # 2. run the ranks: each runs whichever of its tasks is ready first
     ranks = ChoosingRanks(jobs)
-    queues = [_queues(jobs, order) for order in jobs.first]
+    kinds = [
+        *PRIORITY,
+        "FBIW",
+    ]  # queues of a rank: one for each kind of its part, one of its stages
+    queues = [
+        [deque(task for task in order if jobs.tasks[task].kind in kind) for kind in kinds]
+        for order in jobs.first
+    ]
 
     def choose(rank: int, now_s: float) -> Chosen:
         heads = [(max(now_s, ranks.ready_s(q[0])), i) for i, q in enumerate(queues[rank]) if q]
@@ -82,12 +89,6 @@ def _delayed(schedule: Schedule, delay: int, costs: Costs) -> tuple[float, Sched
         return inf, jobs.schedule
     ends_s = (written_s for written_s in ranks.written_s if written_s < inf)
     return round(max(ends_s), 9), jobs.as_schedule(orders, schedule.name)
-
-
-def _queues(jobs: Jobs, order: list[int]) -> list[deque[int]]:
-    """Return a rank's tasks as queues: one for each kind of `PRIORITY`, then one of stage tasks."""
-    kinds = [*PRIORITY, "FBIW"]
-    return [deque(task for task in order if jobs.tasks[task].kind in kind) for kind in kinds]
 
 
 def with_parts(schedule: Schedule) -> Schedule:

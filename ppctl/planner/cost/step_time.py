@@ -11,6 +11,7 @@ from ppctl.executors.work.roofline import Op, PieceWork
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.lockstep_ticks import Counted, rows_s
+from ppctl.schedule.lower_bounds import rank_work_s
 from ppctl.schedule.piece_times import LayerGathers, OpTimes, PieceTimes
 from ppctl.schedule.simulator import free_running, together_s
 
@@ -43,14 +44,13 @@ def step_time(
     run freely. The bubble is the unused share of the ranks' joint `capacity`. With full speed for
     every rank this is their idle share.
     """
-    tasks, chunks = [count for rank in schedule.counts for count in rank], schedule.num_chunks
-    tasks_s = sum(number * costs.seconds(kind, s, chunks) for kind, s, number in tasks)
+    tasks_s = sum(rank_work_s(schedule, costs))
     capacity, hop_s = op_times.capacity / copies, costs.transfer_s
     if counted is None:
         pipeline_s = free_running(schedule, costs, capacity).makespan_s
     else:
-        rows = [([s + hop_s for s in row], n) for row, n in rows_s(counted, costs, chunks)]
-        pipeline_s = sum(number * together_s(row, capacity) for row, number in rows)
+        rows = rows_s(counted, costs, schedule.num_chunks)
+        pipeline_s = sum(n * together_s([s + hop_s for s in row], capacity) for row, n in rows)
     width = min(schedule.num_ranks, capacity) * copies
     return StepTime(pipeline_s, op_times.overhead_s, tasks_s * copies, width)
 

@@ -9,6 +9,7 @@ from itertools import accumulate
 from statistics import median_low
 from typing import Any
 
+from ppctl.schedule.engine_traits import rank_sums
 from ppctl.schedule.partition.contiguous_parts import least_cap, most_equal
 from ppctl.schedule.partition.partition import (
     Partition,
@@ -55,17 +56,13 @@ def divided_evenly(
     assert bounds is not None, "some parts are within the least cap"
     even = partition_of(bounds)
     # 2. if ranks hold several stages, make the ranks more equal
-    num_ranks = max(rank_of) + 1
-    if num_ranks == len(rank_of):
+    if max(rank_of) + 1 == len(rank_of):
         return even
 
     def unevenness(partition: Partition) -> tuple[float, float, float]:
         """Return the costs to minimize: largest stage, largest sum of a rank, sum of squares."""
         costs = stages_s(partition)
-        of_ranks = [0.0] * num_ranks
-        for rank, cost in zip(rank_of, costs, strict=True):
-            of_ranks[rank] += cost
-        return max(costs), max(of_ranks), sum(cost * cost for cost in costs)
+        return max(costs), max(rank_sums(costs, rank_of)), sum(cost * cost for cost in costs)
 
     return improved(even, unevenness, max_tried=MAX_EVENED, num_detours=0)
 

@@ -12,6 +12,7 @@ from itertools import accumulate, groupby, pairwise
 from numbers import Integral
 
 from ppctl.errors import ConfigError, setting
+from ppctl.schedule.engine_traits import rank_sums
 
 Partition = tuple[range, ...]
 LETTERS = "E embedding, t layer, L loss, | next stage"  # legend of Megatron-LM's layout text
@@ -91,16 +92,13 @@ def balanced(num_layers: int, rank_of: Sequence[int], *, embed: float, head: flo
     # 1. maximum number of layers of each stage, then of each rank, under the least largest cost
     ends = stage_costs((range(0),) * num_stages, embed=embed, head=head)
     most = _most(num_layers, ends, least, [num_layers] * num_stages)
-    ranks, stages = range(max(rank_of) + 1), range(num_stages)
-    rank_ends = [sum(ends[s] for s in stages if rank_of[s] == rank) for rank in ranks]
-    rank_sizes = [sum(least[s] for s in stages if rank_of[s] == rank) for rank in ranks]
-    rank_most = [sum(most[s] for s in stages if rank_of[s] == rank) for rank in ranks]
-    rank_most = _most(num_layers, rank_ends, rank_sizes, rank_most)
+    rank_ends, rank_sizes = rank_sums(ends, rank_of), rank_sums(least, rank_of)
+    rank_most = _most(num_layers, rank_ends, rank_sizes, rank_sums(most, rank_of))
     # 2. give each further layer to the cheapest stage with room
-    sizes, direction = list(least), 1 if len(ranks) == num_stages else -1
+    sizes, direction = list(least), 1 if len(rank_most) == num_stages else -1
     for _ in range(num_layers - sum(least)):
         has_room = [rank_sizes[rank] < rank_most[rank] for rank in rank_of]
-        options = (s for s in stages if sizes[s] < most[s] and has_room[s])
+        options = (s for s in range(num_stages) if sizes[s] < most[s] and has_room[s])
         stage = min(options, key=lambda s: (sizes[s] + ends[s], direction * s))
         sizes[stage] += 1
         rank_sizes[rank_of[stage]] += 1

@@ -90,7 +90,8 @@ def choose(
             )
         raise search.refusal  # error of the first refused placement
     # 3. greedy runs of the published schedules, building blocks, hill climbing
-    if makespan_s is None and search.may_fit and not search.is_proven:
+    may_fit = min(search.bounds_s) < math.inf  # some placement has room for a microbatch
+    if makespan_s is None and may_fit and not search.is_proven:
         search.fill_all()
         if max_chunks >= 2 and num_ranks > 1:
             search.squeeze_blocks(num_ranks, num_microbatches)
@@ -140,11 +141,6 @@ class _Search:
         self.num_blocks = 0, 0
         self.refusal: ConfigError | None = None  # error of the first refused placement
         self.placed: dict[tuple[int, ...], Placed | None] = {}
-
-    @property
-    def may_fit(self) -> bool:
-        """Return whether any placement has room for a microbatch."""
-        return min(self.bounds_s) < math.inf
 
     @property
     def is_proven(self) -> bool:
@@ -209,7 +205,7 @@ class _Search:
         runs = [jobs.run(jobs.first) for _, jobs in self.priorities]
         took_s = [math.inf if run is None else run.makespan_s for run in runs]
         order = sorted(range(len(took_s)), key=took_s.__getitem__)
-        for i in order[: self._affordable(FILLED_TASKS, 2 * len(GREEDY_PATIENCE))]:
+        for i in order[: self._num_affordable]:
             label, jobs = self.priorities[i]
             self._fill(label, jobs, jobs.first)
 
@@ -237,8 +233,7 @@ class _Search:
 
     def improve(self) -> None:
         """Add greedy runs of the best schedules so far, then hill climbs from the best of all."""
-        affordable = self._affordable(FILLED_TASKS, 2 * len(GREEDY_PATIENCE))
-        for start in self._best(min(NUM_FILLED, affordable)):
+        for start in self._best(min(NUM_FILLED, self._num_affordable)):
             self._fill(start.label, start.jobs, start.orders)
         for start in self._best(NUM_CLIMBED):
             limit = self.limit(start.jobs.schedule)
@@ -297,13 +292,11 @@ class _Search:
             if filled is not None:
                 self._add(label, jobs, filled)
 
-    def _affordable(self, budget: int, runs_each: int) -> int:
-        """Return the number of schedules, at least 2, whose runs fit in `budget` tasks.
-
-        runs_each: number of runs of each schedule, at the median number of tasks a run.
-        """
+    @property
+    def _num_affordable(self) -> int:
+        """Return the number of schedules, 2 or more of median size, whose reruns fit the budget."""
         num_tasks = statistics.median(len(jobs.tasks) for _, jobs in self.priorities)
-        return max(2, int(budget / (runs_each * num_tasks)))
+        return max(2, int(FILLED_TASKS / (2 * len(GREEDY_PATIENCE) * num_tasks)))
 
     def _add(
         self, label: str, jobs: Jobs, orders: Orders, published: Schedule | None = None
