@@ -181,8 +181,9 @@ class LayerCosts:
         """Return the costs on a placement; `self.on` is a `CostsOf`."""
         # 1. costs and memory of stages
         partition, held = self.divide(rank_of), self.bytes
-        how = {"keeps_input": self.keeps_input, "split": self.split}
-        costs = costs_of(self.times, partition, self.layers, **how)
+        costs = costs_of(
+            self.times, partition, self.layers, keeps_input=self.keeps_input, split=self.split
+        )
         counts = [len(layers) for layers in partition]
         stash = tuple(n * held.stash + held.stage_stash for n in counts)
         pending = None if held.pending is None else tuple(n * held.pending for n in counts)

@@ -112,8 +112,12 @@ def packings(schedule: Schedule) -> tuple[TickPacking, ...]:
     shapes: tuple[lockstep.TickShape, ...] = (
         ("fb", "op") if lockstep.runs_in_fb_ticks(schedule) else ("op",)
     )
-    packed = ((shape, lockstep.pack(schedule, shape)) for shape in shapes)
-    return tuple(TickPacking(s, cells, lockstep.counted(schedule, cells)) for s, cells in packed)
+
+    def packed(shape: lockstep.TickShape) -> TickPacking:
+        cells = lockstep.pack(schedule, shape)
+        return TickPacking(shape, cells, lockstep.counted(schedule, cells))
+
+    return tuple(map(packed, shapes))
 
 
 def fastest(packed: Sequence[TickPacking], costs: Costs, num_chunks: int) -> TickPacking:

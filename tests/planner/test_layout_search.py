@@ -235,7 +235,7 @@ def test_a_family_is_predicted_with_split_backwards_exactly_where_its_tasks_are_
     monkeypatch.setattr(piece_times, "costs_of_stages", recorded)
     for _, chunks in space.kinds(4):
         candidates.Layout(bounds, family, chunks).placed().simulated()
-        schedule = build(family, 4, 8, **candidates.knobs_of(family, chunks))
+        schedule = build(family, 4, 8, **FAMILIES[family].knobs_for(chunks))
         assert splits.pop() == any(task.kind == "W" for tasks in schedule.ranks for task in tasks)
     assert not splits
 

@@ -231,6 +231,5 @@ def timeline_of(pipe: Pipeline, times: OpTimes, costs: Costs | None = None) -> T
 def job_costs(pipe: Pipeline, times: OpTimes) -> Costs:
     """Return the costs of the stages' tasks."""
     layers = None if pipe.stack.are_alike else pipe.relative_costs.layers
-    keeps_input = pipe.execution.remat.keeps_input_only
-    how = {"keeps_input": keeps_input, "split": pipe.schedule.is_split}
-    return costs_of(times, pipe.partition, layers, **how)
+    keeps_input, split = pipe.execution.remat.keeps_input_only, pipe.schedule.is_split
+    return costs_of(times, pipe.partition, layers, keeps_input=keeps_input, split=split)

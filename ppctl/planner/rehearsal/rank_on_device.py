@@ -165,8 +165,9 @@ class RankOnDevice:
         values = dict(self.values)
         for entry, drop in zip(self.entries, self.freed, strict=True):
             program = self.programs[_id(entry)]
-            arriving = lambda key: self.arriving.get(key[0], self.arriving["x"])  # noqa: E731
-            read = [values[k] if k in values else _arrived(arriving(k)) for k in entry.reads]
+            stand_ins = (self.arriving.get(key[0], self.arriving["x"]) for key in entry.reads)
+            pairs = zip(entry.reads, stand_ins, strict=True)
+            read = [values[key] if key in values else _arrived(a) for key, a in pairs]
             written = program(*read) if watched is None else watched(entry, program, read)
             del read
             values.update(zip(entry.writes, written, strict=True))
@@ -278,10 +279,7 @@ def _id(entry: PlanEntry) -> ProgramId:
     return entry.program
 
 
-@jax.jit
-def _arrived(a: jax.Array) -> jax.Array:
-    """Return a copy of the array, as a transfer would write it."""
-    return jnp.copy(a)
+_arrived = jax.jit(jnp.copy)  # a copy of an array, as a transfer would write it
 
 
 # One device of a divided stage, with stand-ins for the values that it receives from the others.

@@ -221,8 +221,8 @@ class Simulated:
             return f, i
         is_split, remat = self.job.pipe.schedule.is_split, self.job.pipe.execution.remat
         one = replace(self._counted, layer=PieceTimes(f / layers, i / layers, w / layers))
-        how = {"keeps_input": remat.keeps_input_only, "split": is_split}
-        return one.forward_s(layers), one.input_grad_s(layers, **how)
+        i = one.input_grad_s(layers, keeps_input=remat.keeps_input_only, split=is_split)
+        return one.forward_s(layers), i
 
     @cached_property
     def step(self) -> StepTime:
@@ -233,12 +233,6 @@ class Simulated:
         return timeline_of(self.job.pipe, self._op_times, self.costs)
 
     @property
-    def _at_once(self) -> float:
-        """Return the mean number of devices that would run tasks at once without shared cores."""
-        free = timeline_of(self.job.pipe, replace(self._op_times, capacity=inf), self.costs)
-        return self.job.pipe.meshes.num_devices * (1 - free.bubble_fraction)
-
-    @cached_property
     def found(self) -> Rehearsal:
         """Return the record of the rehearsal, which `ppctl rehearse` prints."""
         # 1. the request and its prediction
@@ -248,7 +242,9 @@ class Simulated:
 
         # 2. the ranks
         ran = [self.ran[r] for r in self.ran_as]
-        at_once = self._at_once
+        # mean number of devices that would run tasks at once without shared cores
+        free = timeline_of(pipe, replace(self._op_times, capacity=inf), self.costs)
+        at_once = pipe.meshes.num_devices * (1 - free.bubble_fraction)
         cpu_s = sum(each.cpu_s(at_once) + each.update.cpu_s for each in ran)
         copies = self.planned.layout.rank_devices
         return Rehearsal(
@@ -274,15 +270,17 @@ class Simulated:
         schedule, times = self.job.pipe.schedule, self.ran[self.ran_as[rank]]
         stages = schedule.stages_of[rank]
         memory = {**self.job.pipe.memory()[rank], "temporaries": times.temp_bytes}
-        seconds = lambda kind: tuple(self.costs.seconds(kind, s, 1) for s in stages)  # noqa: E731
+        forward_s, backward_s = (
+            tuple(self.costs.seconds(kind, s, 1) for s in stages) for kind in "FB"
+        )
         return RehearsedRank(
             rank=rank,
             ran_as=self.ran_as[rank],
             tasks_s=times.alone.wall_s,
             update_s=times.update.wall_s,
             stages=stages,
-            forward_s=seconds("F"),
-            backward_s=seconds("B"),
+            forward_s=forward_s,
+            backward_s=backward_s,
             memory_bytes=memory,
             total_bytes=sum(memory.values()),
         )

@@ -66,6 +66,10 @@ class Candidate:
         return self.time.total_s
 
     @property
+    def knobs(self) -> dict[str, int]:
+        return FAMILIES[self.family].knobs_for(self.num_chunks)
+
+    @property
     def is_even(self) -> bool:
         """Return whether the partition equals that of partition=uniform."""
         sizes = self.partition
@@ -96,9 +100,9 @@ class Layout:
         The peak is the family's closed form; without ticks or a closed form, one stash.
         """
         pp, number = self.bounds.mesh.pp, self.bounds.step.microbatch.number
-        peak, knobs = None, knobs_of(self.family, self.num_chunks)
+        peak, family = None, FAMILIES[self.family]
         if self.bounds.space.engine.in_ticks:
-            peak = FAMILIES[self.family].peak_activations(pp, number, **knobs)
+            peak = family.peak_activations(pp, number, **family.knobs_for(self.num_chunks))
         share = 1.0 if peak is None else peak * self._least_share
         return self.bounds.with_stashes(share)
 
@@ -120,11 +124,11 @@ class Layout:
         vocab = bounds.vocab_parts, in_ticks
         few = min(number, 2 * pp + number % pp)
         try:
-            schedule = _built(self.family, pp, few, self.num_chunks, *vocab)
+            schedule = _built((self.family, pp, few, self.num_chunks, *vocab))
             sizes = sizes or self._balanced(schedule.rank_of)
             lengths = shorter(pp, number, self.num_chunks)
             keys = [(self.family, pp, each, self.num_chunks, *vocab) for each in lengths]
-            return Placed(self, sizes, schedule, tuple((key, _built(*key)) for key in keys))
+            return Placed(self, sizes, schedule, tuple((key, _built(key)) for key in keys))
         except (ScheduleError, ConfigError):
             return None
 
@@ -249,24 +253,14 @@ class Placed:
 # memoized: many layouts share these
 
 
-def knobs_of(family: str, chunks: int) -> dict[str, int]:
-    return FAMILIES[family].knobs_for(chunks)
-
-
 @cache
-def _built(
-    family: str,
-    num_ranks: int,
-    num_microbatches: int,
-    chunks: int,
-    vocab_parts: int,
-    in_ticks: bool,
-) -> Schedule:
+def _built(key: Key) -> Schedule:
     """Return an unvalidated schedule; tests validate the families, and a run its schedule.
 
-    in_ticks: ranks run in lockstep and ignore the order of the vocabulary parts' tasks.
+    In ticks, ranks run in lockstep and ignore the order of the vocabulary parts' tasks.
     """
-    schedule = FAMILIES[family].generate(num_ranks, num_microbatches, **knobs_of(family, chunks))
+    name, *sizes, chunks, vocab_parts, in_ticks = key
+    schedule = FAMILIES[name].generate(*sizes, **FAMILIES[name].knobs_for(chunks))
     if not vocab_parts:
         return schedule
     return with_parts(schedule) if in_ticks else with_vocabulary(schedule)
@@ -278,7 +272,7 @@ def _in_ticks(key: Key, remat: Remat, trained: float) -> tuple[Counted, Mapping[
 
     trained: the trained share of the layers' weights, 0..1.
     """
-    schedule = _built(*key)
+    schedule = _built(key)
     packing = fastest(packings(schedule), task_costs(remat, trained), key[3])
     return packing.counted, in_shape(schedule, packing, remat).num_slots
 

@@ -7,7 +7,7 @@ of them fit.
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from math import inf
 from typing import Any
 
@@ -152,8 +152,7 @@ def tune_layouts(config: Config, progress: SearchProgress | None = None) -> Tune
     optimizer = clipped(optimizer, config.optim.clip_norm)
     search = search_of(config.executor, tune, optimizer, stack, batch, target)
     began = time.perf_counter()
-    planned = lambda layout: as_planned(config, stack, layout)  # noqa: E731
-    found = planned_layouts(search, planned, tune.best, progress)
+    found = planned_layouts(search, partial(as_planned, config, stack), tune.best, progress)
     search_s = time.perf_counter() - began
 
     # 3. measure the best
@@ -337,6 +336,6 @@ def as_planned(config: Config, stack: Stack, layout: Candidate) -> Row:
 
 def _measured(rows: Sequence[Row], count: int) -> tuple[Row, ...]:
     """Return the rows: the first `count` measured and sorted by step time, then the others."""
-    step_s = lambda row: run_steps(assemble(row.request.config)).wall_s  # noqa: E731
-    ran = [replace(row, measured_s=step_s(row)) for row in rows[:count]]
+    times_s = (run_steps(assemble(row.request.config)).wall_s for row in rows[:count])
+    ran = [replace(row, measured_s=s) for row, s in zip(rows, times_s, strict=False)]
     return (*sorted(ran, key=lambda row: row.measured_s or 0.0), *rows[count:])

@@ -19,7 +19,7 @@ from ppctl.planner.cost.predict_step import (
     predict_pipeline,
 )
 from ppctl.planner.cost.target_devices import Target
-from ppctl.planner.search.layout_candidate import Candidate, knobs_of
+from ppctl.planner.search.layout_candidate import Candidate
 from ppctl.planner.search.tune_layouts import Row, planned_layouts, search_of
 from ppctl.schedule.families.registry import family
 from ppctl.training.pipeline.build_pipeline import pipeline
@@ -91,20 +91,16 @@ def tune(
     pipelined = partial(pipeline, stack, batch=shapes, optimizer=optimizer, dtype=dtype)
 
     def planned(layout: Candidate) -> Row:
-        arguments = _arguments(layout, executor)
+        arguments: dict[str, Any] = {
+            "schedule": family(layout.family, **layout.knobs),
+            "num_microbatches": layout.num_microbatches,
+            "partition": list(layout.partition),
+            "executor": replace(executor, remat=str(layout.remat)),
+            "vocab": layout.vocab,
+        }
         pipe = pipelined(repeated_mesh(layout.mesh), **arguments)
         plan = predict_pipeline(pipe, model_on(pipe, None, counted), target)
         return Row(layout, plan, arguments)
 
     rows = planned_layouts(search, planned, best).best
     return tuple(TunedLayout(row.layout.mesh.by_axis, row.request, row.plan) for row in rows)
-
-
-def _arguments(layout: Candidate, executor: Spmd | Mpmd) -> dict[str, Any]:
-    return {
-        "schedule": family(layout.family, **knobs_of(layout.family, layout.num_chunks)),
-        "num_microbatches": layout.num_microbatches,
-        "partition": list(layout.partition),
-        "executor": replace(executor, remat=str(layout.remat)),
-        "vocab": layout.vocab,
-    }

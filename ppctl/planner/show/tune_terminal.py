@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ppctl.planner.cost.request_text import sizes_text
-from ppctl.planner.search.layout_candidate import Candidate, knobs_of
+from ppctl.planner.search.layout_candidate import Candidate
 from ppctl.planner.search.tune_layouts import Row, Tuned
 from ppctl.planner.search.tuned_files import command_of
 from ppctl.reports.terminal_output import (
@@ -116,8 +116,7 @@ def cells_of(tuned: Tuned, number: int, row: Row, longest_s: float) -> dict[str,
 
 def _schedule_text(layout: Candidate) -> str:
     """Return the name of the schedule, with the settings for stages a rank and vocabulary."""
-    chunks = knobs_of(layout.family, layout.num_chunks)
-    text = layout.family + "".join(f" ({name}={number})" for name, number in chunks.items())
+    text = layout.family + "".join(f" ({name}={n})" for name, n in layout.knobs.items())
     return text if layout.vocab == "whole" else f"{text}, vocab={layout.vocab}"
 
 
@@ -149,14 +148,9 @@ def document(tuned: Tuned) -> dict[str, Any]:
         "limit_bytes": size_bytes,
         "limit_source": source,
         "limit_fraction": fraction,
+        **vars(found),
         "best": [_plain(row) for row in found.best],
         "without_pipeline": None if alone is None else _plain(alone),
-        "num_layouts": found.num_layouts,
-        "num_too_large": found.num_too_large,
-        "num_simulated": found.num_simulated,
-        "smallest_bytes": found.smallest_bytes,
-        "that_divide": found.that_divide,
-        "ended_by": found.ended_by,
     }
 
 
@@ -182,8 +176,7 @@ def overrides_of(layout: Candidate) -> list[str]:
     """Return the overrides of `ppctl train` for a layout."""
     chosen = {"mesh": mesh_text(layout.mesh.by_axis), "schedule": layout.family}
     chosen["schedule.num_microbatches"] = str(layout.num_microbatches)
-    knobs = knobs_of(layout.family, layout.num_chunks)
-    chosen |= {f"schedule.{name}": str(number) for name, number in knobs.items()}
+    chosen |= {f"schedule.{name}": str(number) for name, number in layout.knobs.items()}
     if layout.vocab != "whole":
         chosen["schedule.vocab"] = layout.vocab
     chosen["executor.remat"] = layout.remat
