@@ -220,9 +220,15 @@ def _memory(job: TrainingJob, target: Target, found: PipelinePlan) -> dict[str, 
     memory, needed, compile_s, refusal = found.memory, found.total_bytes, None, None
     is_compiled = False
     if job.config.plan.compiles:
-        total, compile_s, refusal = _compile(job.pipe)
-        if total is not None:
-            memory, needed, is_compiled = job.pipe.memory(), total, True
+        began = time.perf_counter()
+        try:
+            needed = job.pipe.engine.compile(evaluate=False).total_bytes
+            memory, is_compiled = job.pipe.memory(), True
+        except jax.errors.JaxRuntimeError as error:
+            refusal = out_of_memory(error)
+            if refusal is None:
+                raise
+        compile_s = time.perf_counter() - began
 
     # 2. whether it fits; the compiler for a topology knows the limit, and refuses larger programs
     limit, fits = target.limit, None
@@ -244,19 +250,6 @@ def _memory(job: TrainingJob, target: Target, found: PipelinePlan) -> dict[str, 
         "compile_s": compile_s,
         "refusal": refusal,
     }
-
-
-def _compile(pipe: Pipeline) -> tuple[tuple[int, ...] | None, float, str | None]:
-    """Return (bytes of one device by rank, seconds, None), or (None, seconds, refusal)."""
-    began = time.perf_counter()
-    try:
-        total = pipe.engine.compile(evaluate=False).total_bytes
-    except jax.errors.JaxRuntimeError as error:
-        reason = out_of_memory(error)
-        if reason is None:
-            raise
-        return None, time.perf_counter() - began, reason
-    return total, time.perf_counter() - began, None
 
 
 def _devices_text(job: TrainingJob, target: Target) -> str:

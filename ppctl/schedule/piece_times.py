@@ -7,7 +7,6 @@ from typing import NamedTuple, Self
 
 from ppctl.schedule.costs import OF_PARTS, Costs
 from ppctl.schedule.ir import Kind
-from ppctl.schedule.partition.partition import Partition, stage_costs
 
 
 @dataclass(frozen=True)
@@ -108,23 +107,6 @@ class OpTimes:
 
     def _through_s(self, layers: float, layer_s: float) -> float:
         return layers * layer_s if self.gathers is None else self.gathers.through_s(layers, layer_s)
-
-
-def costs_of(
-    op_times: OpTimes,
-    partition: Partition,
-    layer_costs: Sequence[float] | None = None,
-    *,
-    keeps_input: bool,
-    split: bool,
-) -> Costs:
-    """Return a partition's task costs.
-
-    layer_costs: cost of each layer relative to their mean; None: all 1. keeps_input, split: see
-    `costs_of_stages`.
-    """
-    sizes = stage_costs(partition, embed=0.0, head=0.0, layers=layer_costs)
-    return costs_of_stages(op_times, sizes, keeps_input=keeps_input, split=split)
 
 
 def costs_of_stages(

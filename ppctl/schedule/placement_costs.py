@@ -15,8 +15,8 @@ from operator import add
 from ppctl.schedule.costs import OF_STAGES, Costs, OfStages
 from ppctl.schedule.engine_traits import padded_layers
 from ppctl.schedule.ir import KINDS, Schedule
-from ppctl.schedule.partition.partition import Partition
-from ppctl.schedule.piece_times import OpTimes, costs_of
+from ppctl.schedule.partition.partition import Partition, stage_costs
+from ppctl.schedule.piece_times import OpTimes, costs_of_stages
 
 
 @dataclass(frozen=True)
@@ -181,9 +181,8 @@ class LayerCosts:
         """Return the costs on a placement; `self.on` is a `CostsOf`."""
         # 1. costs and memory of stages
         partition, held = self.divide(rank_of), self.bytes
-        costs = costs_of(
-            self.times, partition, self.layers, keeps_input=self.keeps_input, split=self.split
-        )
+        sizes = stage_costs(partition, embed=0.0, head=0.0, layers=self.layers)
+        costs = costs_of_stages(self.times, sizes, keeps_input=self.keeps_input, split=self.split)
         counts = [len(layers) for layers in partition]
         stash = tuple(n * held.stash + held.stage_stash for n in counts)
         pending = None if held.pending is None else tuple(n * held.pending for n in counts)

@@ -169,16 +169,14 @@ def tick_tasks(ticks: Ticks) -> list[list[tuple[TickTask, ...]]]:
     is_left = tick_table.leaves_last_forward(schedule, ticks.remat)
     # in op ticks the last stage's F sends the gradient of its output to a slot on the same rank
     keeps_grad = ticks.program == "op" and schedule.has_backward and not is_left
-
-    def receiver(task: Task) -> int | None:
-        to = task.stage + {"F": 1, "W": len(schedule.rank_of)}.get(task.kind, -1)
-        if task.kind == "F" and task.stage == last and keeps_grad:
-            to = last
-        return schedule.rank_of[to] if 0 <= to <= last else None
+    sent = tick_table.receivers(schedule).items()
+    to = {place: schedule.rank_of[stage] for place, (_, stage) in sent}
+    if keeps_grad:
+        to[last, "F"] = schedule.rank_of[last]
 
     def shown(task: Task) -> TickTask:
         is_run = not (is_left and task.kind == "F" and task.stage == last)
-        return TickTask(task, is_run, receiver(task))
+        return TickTask(task, is_run, to.get(task[:2]))
 
     return [[tuple(shown(t) for t in cell if t is not None) for cell in row] for row in ticks.cells]
 

@@ -9,10 +9,10 @@ A rank runs an F, then a B, in a forward-backward tick ("fb"). Activations move 
 gradients to rank r-1. A value that arrives can be read from the next tick on.
 """
 
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Literal
 
-from ppctl.schedule.ir import KINDS, Kind, Schedule, Task
+from ppctl.schedule.ir import KINDS, STAGE_WRITES, Kind, Schedule, Task, reads
 from ppctl.schedule.lockstep_ticks import Cells, Part, Slots
 from ppctl.schedule.remat import Remat
 
@@ -65,6 +65,17 @@ def hop_between(here: int, there: int, num_ranks: int) -> str | None:
     ('stay', 'next', 'previous', 'next')
     """
     return next((hop for hop, step in HOPS.items() if (here + step) % num_ranks == there), None)
+
+
+def receivers(schedule: Schedule) -> dict[Part, tuple[str, int]]:
+    """Return (name of a value, stage that reads it) for each (stage, kind) that sends a value."""
+    return {
+        (value.stage, kind): (value.name, stage)
+        for stage, reader in product(range(schedule.num_stages), "FB")
+        for value in reads(Task(stage, reader, 0), schedule.num_stages)  # type: ignore[arg-type]
+        for kind in STAGE_WRITES
+        if value.name in FB_HOPS and value.name in STAGE_WRITES[kind]
+    }
 
 
 def leaves_last_forward(schedule: Schedule, remat: Remat) -> bool:
@@ -178,10 +189,10 @@ class _RankSlots:
                 return FB_COLUMNS.index(f"{name}_arrives")
             return COLUMNS.index(f"{hop_between(here, there, schedule.num_ranks)}_arrives")
 
-        for stage, (here, there) in enumerate(pairwise(schedule.rank_of)):
-            act = there, arrives("act", here, there), self.acts, self.act[stage + 1]
-            grad = here, arrives("grad", there, here), self.grads, self.grad[stage]
-            sent |= {(stage, "F"): act, (stage + 1, "B"): grad, (stage + 1, "I"): grad}
+        for (stage, kind), (value, reader) in receivers(schedule).items():
+            store, numbers = (self.acts, self.act) if value == "act" else (self.grads, self.grad)
+            here, there = schedule.rank_of[stage], schedule.rank_of[reader]
+            sent[stage, kind] = there, arrives(value, here, there), store, numbers[reader]
         if self.head_in_forward and self.is_op:
             rank = schedule.rank_of[self.last]
             sent[self.last, "F"] = rank, arrives("", rank, rank), self.grads, self.grad[self.last]

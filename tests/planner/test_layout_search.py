@@ -21,7 +21,7 @@ from ppctl.planner.search.layout_candidate import along
 from ppctl.planner.search.layout_search import LayoutSearch, SearchProgress, ascending, uncollected
 from ppctl.planner.search.layout_space import Space
 from ppctl.planner.search.tune_layouts import Row, planned_layouts
-from ppctl.schedule import piece_times
+from ppctl.schedule import placement_costs
 from ppctl.schedule.engine_traits import BY_TASKS, IN_TICKS
 from ppctl.schedule.families.registry import FAMILIES, build
 from ppctl.schedule.mesh_axes import STAGE_AXES, MeshSizes
@@ -232,7 +232,7 @@ def test_a_family_is_predicted_with_split_backwards_exactly_where_its_tasks_are_
         splits.append(split)
         return costs_of_stages(*args, split=split, **kwargs)
 
-    monkeypatch.setattr(piece_times, "costs_of_stages", recorded)
+    monkeypatch.setattr(placement_costs, "costs_of_stages", recorded)
     for _, chunks in space.kinds(4):
         candidates.Layout(bounds, family, chunks).placed().simulated()
         schedule = build(family, 4, 8, **FAMILIES[family].knobs_for(chunks))

@@ -23,7 +23,8 @@ from ppctl.planner.cost.target_devices import DeviceLimit, Target
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import BASELINE, build
 from ppctl.schedule.ir import MOST_TASKS, PART_KINDS
-from ppctl.schedule.piece_times import OpTimes, costs_of, costs_of_stages
+from ppctl.schedule.partition.partition import stage_costs
+from ppctl.schedule.piece_times import OpTimes, costs_of_stages
 from ppctl.schedule.simulator import Timeline
 from ppctl.training.pipeline.job import TrainingJob
 from ppctl.training.pipeline.known_hardware import described_only, known
@@ -232,4 +233,5 @@ def job_costs(pipe: Pipeline, times: OpTimes) -> Costs:
     """Return the costs of the stages' tasks."""
     layers = None if pipe.stack.are_alike else pipe.relative_costs.layers
     keeps_input, split = pipe.execution.remat.keeps_input_only, pipe.schedule.is_split
-    return costs_of(times, pipe.partition, layers, keeps_input=keeps_input, split=split)
+    sizes = stage_costs(pipe.partition, embed=0.0, head=0.0, layers=layers)
+    return costs_of_stages(times, sizes, keeps_input=keeps_input, split=split)

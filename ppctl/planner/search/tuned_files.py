@@ -122,11 +122,8 @@ def _settings(part: Any) -> dict[str, Any]:
         usual = asdict(known()[part.name]) if part.name in known() else {}
         return _differences(asdict(part), usual)
     if isinstance(part, Mesh):
-        return {
-            k: v
-            for k, v in _differences(asdict(part), asdict(Mesh())).items()
-            if k not in TEXT_AXES
-        }
+        axes = _differences(asdict(part), asdict(Mesh()))
+        return {name: value for name, value in axes.items() if name not in TEXT_AXES}
     usual = type(part)()
     is_of_file = not isinstance(part, Run) and part.name != usual.name
     return _differences(asdict(part), {} if is_of_file else asdict(usual))

@@ -56,11 +56,15 @@ def uniform(num_layers: int, num_stages: int) -> Partition:
 
 
 def stage_costs(
-    partition: Partition, *, embed: float, head: float, layers: Sequence[float] | None = None
+    partition: Partition,
+    layers: Sequence[float] | None = None,
+    *,
+    embed: float = 0,
+    head: float = 0,
 ) -> tuple[float, ...]:
     """Return the cost of each stage, in layers; embed and head add to the first and the last.
 
-    layers: the cost of each layer; None: 1.
+    layers: the cost of each layer relative to their mean; None: 1.
 
     >>> stage_costs(uniform(4, 2), embed=0.0, head=1.5)
     (2.0, 3.5)
