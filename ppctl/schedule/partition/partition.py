@@ -56,11 +56,7 @@ def uniform(num_layers: int, num_stages: int) -> Partition:
 
 
 def stage_costs(
-    partition: Partition,
-    layers: Sequence[float] | None = None,
-    *,
-    embed: float = 0,
-    head: float = 0,
+    partition: Partition, *, embed: float, head: float, layers: Sequence[float] | None = None
 ) -> tuple[float, ...]:
     """Return the cost of each stage, in layers; embed and head add to the first and the last.
 
