@@ -91,16 +91,20 @@ def tune(
     pipelined = partial(pipeline, stack, batch=shapes, optimizer=optimizer, dtype=dtype)
 
     def planned(layout: Candidate) -> Row:
-        arguments: dict[str, Any] = {
-            "schedule": family(layout.family, **layout.knobs),
-            "num_microbatches": layout.num_microbatches,
-            "partition": list(layout.partition),
-            "executor": replace(executor, remat=str(layout.remat)),
-            "vocab": layout.vocab,
-        }
+        arguments = _arguments(layout, executor)
         pipe = pipelined(repeated_mesh(layout.mesh), **arguments)
         plan = predict_pipeline(pipe, model_on(pipe, None, counted), target)
         return Row(layout, plan, arguments)
 
     rows = planned_layouts(search, planned, best).best
     return tuple(TunedLayout(row.layout.mesh.by_axis, row.request, row.plan) for row in rows)
+
+
+def _arguments(layout: Candidate, executor: Spmd | Mpmd) -> dict[str, Any]:
+    return {
+        "schedule": family(layout.family, **layout.knobs),
+        "num_microbatches": layout.num_microbatches,
+        "partition": list(layout.partition),
+        "executor": replace(executor, remat=str(layout.remat)),
+        "vocab": layout.vocab,
+    }

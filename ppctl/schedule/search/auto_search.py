@@ -89,9 +89,8 @@ def choose(
                 f"{num_ranks}, {2 * num_ranks}, ... stages, or numbers."
             )
         raise search.refusal  # error of the first refused placement
-    # 3. greedy runs of the published schedules, building blocks, hill climbing
-    may_fit = min(search.bounds_s) < math.inf  # some placement has room for a microbatch
-    if makespan_s is None and may_fit and not search.is_proven:
+    # 3. greedy runs of these, blocks, hill climbing, if a placement has room for a microbatch
+    if makespan_s is None and min(search.bounds_s) < math.inf and not search.is_proven:
         search.fill_all()
         if max_chunks >= 2 and num_ranks > 1:
             search.squeeze_blocks(num_ranks, num_microbatches)
