@@ -75,10 +75,8 @@ class DataSet:
         not at the first batch.
         """
         if self.num_eval_examples == 0:
-            raise DataError(
-                "data.eval_fraction=0 holds out nothing to evaluate on. "
-                "Use data.eval_fraction=0.05 or run.eval_every=null."
-            )
+            remedy = "Use data.eval_fraction=0.05 or run.eval_every=null."
+            raise DataError(f"data.eval_fraction=0 holds out nothing to evaluate on. {remedy}")
         num_needed = num_batches * self.batch_size
         if num_needed > self.num_eval_examples:
             most = self.num_eval_examples // self.batch_size
@@ -136,10 +134,7 @@ class DataSet:
 
 
 def held_out_of(first: int, mixture: Sequence[Part]) -> grain.MapDataset[int]:
-    """Return the sequence of the held-out examples' indices, which start at `first`.
-
-    A mixture ends when one of its parts is used up.
-    """
+    """Return the held-out examples' indices from `first` on, up to the end of the first part."""
     bounds = np.cumsum([first, *(num for _, num, _ in mixture)]).tolist()
     orders = [shuffled(a, b, EVAL_ORDER_SEED) for a, b in pairwise(bounds)]
     return mixed(orders, [weight for _, _, weight in mixture])
@@ -283,10 +278,7 @@ def fingerprint(**parts: object) -> str:
 
 
 def generator(seed: int, *key: int) -> np.random.Generator:
-    """Return a random generator seeded by (seed, *key).
-
-    If the key is an example's index, examples can be drawn in any order.
-    """
+    """Return a generator seeded by (seed, *key): by an example's index, in any order of drawing."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=key)))
 
 
@@ -296,10 +288,7 @@ STORED = tuple(each.name for each in fields(DataSet) if each.compare)
 
 
 def description(data: DataSet, shapes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `data` and the types of an example, as JSON values.
-
-    shapes: the shape [batch, ...] and dtype of each array of a batch, by name.
-    """
+    """Return a data set's fields and an example's types as JSON values; shapes: of a batch."""
     example = {name: [str(np.dtype(a.dtype)), *a.shape[1:]] for name, a in shapes.items()}
     return {name: getattr(data, name) for name in STORED} | {"example": example}
 

@@ -254,10 +254,7 @@ def _of_row(row: Any, place: str, fields: Fields) -> Document | Broken:
 
 
 def json_value(value: Any) -> Any:
-    """Return a value in JSON's types: dates, decimals and the like become text.
-
-    Raises ValueError for bytes, and for text that UTF-8 cannot encode.
-    """
+    """Return a value in JSON's types, others as text. ValueError for bytes and unencodable text."""
     if isinstance(value, str):
         check_text(value)
         return value

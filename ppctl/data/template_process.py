@@ -18,7 +18,6 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MOST_BYTES = 2**32  # maximum address space
-RANDOM = {"globals": "lipsum", "filters": "random"}  # a text must not depend on chance
 
 
 class Generation(Extension):
@@ -57,8 +56,7 @@ def compiled(source: str) -> Any:
     environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
-    for table, name in RANDOM.items():
-        del getattr(environment, table)[name]
+    del environment.globals["lipsum"], environment.filters["random"]  # texts of chance
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
     return environment.from_string(source)

@@ -61,9 +61,8 @@ def cached_tokens(
                 _write(path, made, source, tokenizer)
                 tokens = _read(path)
     if tokens is None:
-        raise DataError(
-            f"The token cache {path} does not read back as written. Use another data.cache_dir."
-        )
+        what = f"The token cache {path} does not read back as written"
+        raise DataError(f"{what}. Use another data.cache_dir.")
     return tokens
 
 
@@ -126,7 +125,8 @@ def _write(path: Path, made: Path, source: Source, tokenizer: Tokenizer) -> None
         shutil.rmtree(directory, ignore_errors=True)
     made.mkdir()
     skipped: list[str] = []
-    dtypes = {"ids": tokenizer.dtype.str, "ends": "<i8", "is_learned": "|b1"}
+    smallest = np.min_scalar_type(tokenizer.vocab_size - 1)  # type of ids
+    dtypes = {"ids": smallest.str, "ends": "<i8", "is_learned": "|b1"}
     places = {name: made / f"{name}.bin" for name in dtypes}
     with ExitStack() as stack:
         files = {name: stack.enter_context(place.open("wb")) for name, place in places.items()}

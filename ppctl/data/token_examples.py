@@ -273,10 +273,7 @@ def tokens(
 def check_ids(
     parts: Iterable[np.ndarray], *, vocab_size: int | None, limit: str, dtype: str, source: str
 ) -> int:
-    """Return the largest id. DataError for an id below 0, above MAX_ID, or not below vocab_size.
-
-    limit: vocab_size as messages show it.
-    """
+    """Return the largest id. DataError for one below 0, above MAX_ID, or not below vocab_size."""
     pairs = [(int(part.min()), int(part.max())) for part in parts if part.size]
     smallest, largest = min(least for least, _ in pairs), max(most for _, most in pairs)
     if smallest < 0 or largest > MAX_ID:

@@ -49,11 +49,6 @@ class Tokenizer:
     template: ChatTemplate | None = None
     special: frozenset[int] = frozenset()  # ids that `encode` never returns
 
-    @property
-    def dtype(self) -> np.dtype:
-        """The smallest unsigned type that holds every id."""
-        return np.min_scalar_type(self.vocab_size - 1)
-
 
 def byte_tokenizer() -> Tokenizer:
     """Return the tokenizer whose ids are UTF-8 bytes; 0 ends a document.

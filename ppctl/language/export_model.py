@@ -102,16 +102,11 @@ def _config(model: LanguageModel) -> dict[str, Any]:
 
 
 def _adapter(model: LanguageModel) -> tuple[int, Tree, dict[str, Any], dict[str, Any]]:
-    """Return (step, parameters with adapters, PEFT's config, config.json of the base).
-
-    Raises ConfigError if the run has no adapters.
-    """
+    """Return (step, parameters with adapters, PEFT's config, config.json of the base)."""
     adapters = model.adapters
     if adapters is None:
-        raise ConfigError(
-            f"--adapter: {model.directory} was not trained with optim.train=lora and has no "
-            "adapters."
-        )
+        what = f"{model.directory} was not trained with optim.train=lora and has no adapters"
+        raise ConfigError(f"--adapter: {what}.")
     step, lora, params = adapters
     of_base = model_config(model.transformer, params["embed_head"]["embedding"].shape[0])
     names = named_parameters(params, of_base, adapters=True)

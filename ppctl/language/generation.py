@@ -38,21 +38,16 @@ class Sampling:
     def check(self) -> None:
         """Raise ConfigError for impossible settings."""
         if not 0 <= self.temperature < float("inf"):
-            raise ConfigError(
-                f"--temperature {self.temperature} is invalid. Use 0 for the likeliest token, or "
-                "0.1 to 2."
-            )
+            remedy = "Use 0 for the likeliest token, or 0.1 to 2."
+            raise ConfigError(f"--temperature {self.temperature} is invalid. {remedy}")
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f"--top-k {self.top_k} leaves no token. Use 1 or more, or omit it.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ConfigError(
-                f"--top-p {self.top_p} is not a probability above 0. Use 0.9, or omit it."
-            )
+            what = f"--top-p {self.top_p} is not a probability above 0"
+            raise ConfigError(f"{what}. Use 0.9, or omit it.")
         if self.temperature == 0 and (self.top_k, self.top_p) != (None, None):
-            raise ConfigError(
-                "--temperature 0 takes the likeliest token: --top-k and --top-p change nothing. "
-                "Leave them out."
-            )
+            what = "--temperature 0 takes the likeliest token: --top-k and --top-p change nothing"
+            raise ConfigError(f"{what}. Leave them out.")
 
     def choose(
         self, logits_BV: jax.Array, seed: int, place: jax.Array, num_tokens: int
@@ -83,10 +78,7 @@ class Sampling:
 
 
 def decoder_of(model: LanguageModel, devices: Sequence[Any], num_positions: int) -> Decoder:
-    """Return a model's decoder, its layers divided over the devices.
-
-    num_positions: maximum tokens of prompt and continuation together.
-    """
+    """Return a model's decoder for texts of num_positions tokens, its layers over the devices."""
     sizes = model.transformer
 
     def make(mix: Mix, rotate: Rotate) -> Stack:
@@ -163,17 +155,15 @@ def pieces_of_text(
 
     tokens: tokens of one row, [1] each. A token that ends within a character yields "".
     """
-    new: list[int] = []
-    shown = ""
+    new, shown = list[int](), ""
     for token in tokens:
         new.append(int(token[0]))
         text = text_of(tokenizer, prompt, new, ends)
         is_last = new[-1] in ends or len(new) == max_tokens
-        if is_last or not text.endswith(REPLACEMENT):
-            yield text[len(shown) :]
-            shown = text
-        else:
-            yield ""
+        if text.endswith(REPLACEMENT) and not is_last:
+            text = shown
+        yield text[len(shown) :]
+        shown = text
         if is_last:
             return
 
@@ -188,9 +178,6 @@ def text_of(
     new = [*new[:-1]] if new and new[-1] in ends else [*new]
     before, whole = tokenizer.decode([*prompt]), tokenizer.decode([*prompt, *new])
     return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(new)
-
-
-# --- conversations ------------------------------------------------------------------------------
 
 
 def first_messages(system: str | None) -> list[dict[str, str]]:

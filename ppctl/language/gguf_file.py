@@ -63,10 +63,7 @@ MOST_READS = 2**23  # maximum values read from a header; usual: a million
 
 
 def open_gguf(path: Path) -> tuple[dict[str, Any], Tensors, dict[str, str], tuple[str, ...]]:
-    """Return (config.json, tensors, texts of tokenizer files by name, notes) of a GGUF file.
-
-    ConfigError if it cannot be read, or its model is unsupported.
-    """
+    """Return (config.json, tensors, tokenizer files by name, notes). ConfigError if unsupported."""
     try:
         with np.errstate(all="raise"):  # raises for sizes that overflow
             return _opened(path)
@@ -90,9 +87,8 @@ def _opened(path: Path) -> tuple[dict[str, Any], Tensors, dict[str, str], tuple[
         )
     names = {tensor.name: tensor for tensor in reader.tensors}
     if found.get(f"{kind}.rope.scaling.type", "none") != "none" or OF_ANGLES in names:
-        raise ConfigError(
-            f"{path} scales rotary positions, which ppctl reads only from a config.json."
-        )
+        what = f"{path} scales rotary positions"
+        raise ConfigError(f"{what}, which ppctl reads only from a config.json.")
     # 2. make config.json
     sizes = {key: f"{kind}.{name}" for key, name in SIZES.items()}
     model_type = MIXTRAL if found.get("llama.expert_count") else ARCHITECTURES[kind]
@@ -133,9 +129,8 @@ def _check_unread(path: Path, found: Mapping[str, Any], kind: str) -> None:
         if of != kind or key in (*SIZES.values(), *NO_FUNCTION):
             continue
         if value != neutral[key] if key in neutral else value:
-            raise ConfigError(
-                f"{path} has {name}={value}, which ppctl lacks. It cannot be imported."
-            )
+            what = f"{path} has {name}={value}, which ppctl lacks"
+            raise ConfigError(f"{what}. It cannot be imported.")
 
 
 def _reader(path: Path) -> Any:

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -71,10 +71,8 @@ def import_model(source: Path, out: Path) -> Imported:
     else:
         stated, notes = json_object(source / kept.MODEL_CONFIG), ()
         if not stated:
-            raise ConfigError(
-                f"{source} has no config.json. Name a model directory of transformers, or a .gguf "
-                "file."
-            )
+            remedy = "Name a model directory of transformers, or a .gguf file."
+            raise ConfigError(f"{source} has no config.json. {remedy}")
         tensors, files = open_safetensors(source), _contents(source, KEPT)
     if stated.get(DROPOUT):
         notes = (*notes, f"{DROPOUT}={stated[DROPOUT]} is not applied: unsupported")
@@ -147,10 +145,7 @@ def _contents(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
 
 
 def _params(shapes: Tree, wanted: list[Named], tensors: Tensors) -> Tree:
-    """Return the parameters, each leaf divided over all devices along its first divisible dim.
-
-    ConfigError if `tensors` are not the `wanted` ones.
-    """
+    """Return the parameters, each leaf divided over all devices along its first divisible dim."""
     tensors.check({each.name: each.shape for each in wanted})
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((len(all_devices()),), ("all",), axis_types=auto)
@@ -159,19 +154,14 @@ def _params(shapes: Tree, wanted: list[Named], tensors: Tensors) -> Tree:
     def leaf(keys: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
         of_leaf = [each for each in wanted if each.path == tuple(key.key for key in keys)]
 
-        def read(each: Named, index: Any) -> np.ndarray:
-            tensor = read_last(each.name)
-            return np.asarray((tensor.T if each.is_transposed else tensor)[index], shape.dtype)
-
         def part(index: Any) -> np.ndarray:
-            if of_leaf and not of_leaf[0].place:  # the leaf is one tensor: slice it, no copy
-                return read(of_leaf[0], index)
             ranges = [range(size)[each] for size, each in zip(shape.shape, index, strict=True)]
             block = np.zeros([*map(len, ranges)], shape.dtype)  # zeros where no layer uses the leaf
             for each in of_leaf:
                 if all(map(range.__contains__, ranges, each.place)):
-                    in_block = tuple(map(range.index, ranges, each.place))
-                    block[in_block] = read(each, index[len(in_block) :])
+                    in_block, tensor = map(range.index, ranges, each.place), read_last(each.name)
+                    tensor = tensor.T if each.is_transposed else tensor
+                    block[*in_block] = tensor[index[len(each.place) :]]
             return block
 
         dims = [dim for dim, size in enumerate(shape.shape) if size % mesh.size == 0]
@@ -179,9 +169,6 @@ def _params(shapes: Tree, wanted: list[Named], tensors: Tensors) -> Tree:
         return jax.make_array_from_callback(shape.shape, place, part)
 
     return jax.tree_util.tree_map_with_path(leaf, shapes)
-
-
-# --- the run directory --------------------------------------------------------------------------
 
 
 def _write_run(
@@ -199,6 +186,7 @@ def _write_run(
     settings, optim: those of model and optim in the recipe; optim None: the defaults. ConfigError
     if a parameter is not finite.
     """
+    # 1. checkpoint, settings and kept files
     recorded, part_of = asdict(config), ("imported", str(source), "")
     data = DataSet(*part_of, 1, 0, 1, 0, lambda _: {}, vocab_size=model.vocab_size)
     tokens = jax.ShapeDtypeStruct((1, model.seq_len), np.int32)
@@ -212,10 +200,18 @@ def _write_run(
         (part / kept.SOURCE).mkdir()
         for name, content in files.items():
             (part / kept.SOURCE / name).write_bytes(content)
+        # 2. the recipe to train the parameters
         commands = _commands(out, part / kept.SOURCE)
+        folder = out.absolute() / kept.SOURCE if FILE in files else "none came with the model"
+        head = ["# @package _global_", "# Written by `ppctl import`."]
+        head += [f"# Tokenizer: {folder} (default of data.tokenizer)"]
+        head += [f"# Command: {command}" for command in commands]
+        defaults = [{"override /model": "transformer"}, *_layout(settings["num_layers"])]
+        run = {"name": f"{out.name}-trained", "start_from": str(out.absolute())}
+        recipe = {"defaults": defaults, "model": settings | {"seq_len": model.seq_len}, "run": run}
+        recipe |= {} if optim is None else {"optim": dict(optim)}
         (part / RECIPE).parent.mkdir()
-        settings = settings | {"seq_len": model.seq_len}
-        (part / RECIPE).write_text(_recipe(out, settings, commands, FILE in files, optim))
+        (part / RECIPE).write_text("\n".join([*head, yaml.safe_dump(recipe, sort_keys=False)]))
     return commands
 
 
@@ -235,25 +231,6 @@ def _commands(out: Path, folder: Path) -> tuple[str, ...]:
         return (text,)
     chats = f"data.path=CHATS.jsonl data.field=messages data.packing=true{end}"
     return (text, f"{command} data=text {chats}")
-
-
-def _recipe(
-    out: Path,
-    settings: Mapping[str, Any],
-    commands: Sequence[str],
-    has_tokenizer: bool,
-    optim: Mapping[str, Any] | None,
-) -> str:
-    """Return the recipe to train the imported parameters; arguments as in `_write_run`."""
-    run = {"name": f"{out.name}-trained", "start_from": str(out.absolute())}
-    defaults = [{"override /model": "transformer"}, *_layout(settings["num_layers"])]
-    document = {"defaults": defaults, "model": settings, "run": run}
-    document |= {} if optim is None else {"optim": dict(optim)}
-    tokenizer = out.absolute() / kept.SOURCE if has_tokenizer else "none came with the model"
-    head = ["# @package _global_", "# Written by `ppctl import`."]
-    head += [f"# Tokenizer: {tokenizer} (default of data.tokenizer)"]
-    head += [f"# Command: {command}" for command in commands]
-    return "\n".join([*head, yaml.safe_dump(document, sort_keys=False)])
 
 
 def _layout(num_layers: int) -> list[dict[str, str]]:

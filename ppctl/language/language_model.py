@@ -217,16 +217,13 @@ def open_language_model(
     if path.parent.name == "checkpoints" and path.name.isdecimal():
         directory, step = path.parent.parent, int(path.name)
     if not (directory / "config.yaml").is_file() and (directory / "config.json").is_file():
-        raise ConfigError(
-            f"{directory} holds a model of Hugging Face's format. Import it: ppctl import "
-            f"{directory} --out RUN_DIR."
-        )
+        remedy = f"Import it: ppctl import {directory} --out RUN_DIR."
+        raise ConfigError(f"{directory} holds a model of Hugging Face's format. {remedy}")
     run = load_run(directory)
     config = run.config
     if not isinstance(config.model, Transformer):
-        raise ConfigError(
-            f"{directory} has model={config.model.name}: only the built-in transformer works."
-        )
+        what = f"{directory} has model={config.model.name}"
+        raise ConfigError(f"{what}: only the built-in transformer works.")
     # 2. check the checkpoint, and set the arithmetic
     run.step(step)  # raises if it is missing
     name = dtype or run.dtype

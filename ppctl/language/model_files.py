@@ -28,9 +28,6 @@ FETCH = "Fetch it again, or use another."  # remedy for a damaged file
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
-# --- files --------------------------------------------------------------------------------------
-
-
 def check_new(out: Path) -> None:
     """Raise ConfigError if `out` exists, unless it holds only files left by a killed writer."""
     with writing_to(out):
@@ -89,10 +86,7 @@ class Tensors:
     fused: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, names: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise ConfigError if a tensor is missing, unexpected, or of another shape.
-
-        names: the model's tensors and their shapes.
-        """
+        """Raise ConfigError unless these are the model's tensors; names: their shapes by name."""
         missing = [name for name in names if name not in self.shapes]
         if missing:
             more = f" (the first of {len(missing)})" if len(missing) > 1 else ""
@@ -110,10 +104,7 @@ class Tensors:
                 raise ConfigError(f"{what} config.json describes. It cannot be imported.")
 
     def _is_known(self, name: str, names: Iterable[str]) -> bool:
-        """Return whether a tensor is redundant: a table of angles, or a copy of a tied embedding.
-
-        ConfigError if the head of a tied embedding is not a copy.
-        """
+        """Return whether a tensor is redundant: angles, or a copy of a tied embedding."""
         if name != HEAD or EMBEDDING not in names:
             return name.endswith(BUFFERS)
         if not np.array_equal(self.read(HEAD), self.read(EMBEDDING)):
@@ -162,9 +153,8 @@ def _files(directory: Path) -> list[Path]:
         parts = [file for file in found if PART.fullmatch(file.name)]
         files = [file for file in found if file.name == "model.safetensors"] or parts or found
         if not files:
-            raise ConfigError(
-                f"{directory} has no *.safetensors. Name a model directory, or a .gguf file."
-            )
+            remedy = "Name a model directory, or a .gguf file."
+            raise ConfigError(f"{directory} has no *.safetensors. {remedy}")
         if not parts and len(files) > 1:
             names = ", ".join(file.name for file in files)
             raise ConfigError(f"{directory} has {names}. Keep one, or name it model.safetensors.")
@@ -175,9 +165,8 @@ def _files(directory: Path) -> list[Path]:
         if not names or any(Path(name).name != name for name in names):
             raise ValueError(names)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(
-            f"{index} is not an index of safetensors. Restore it, or remove it."
-        ) from error
+        what = f"{index} is not an index of safetensors"
+        raise ConfigError(f"{what}. Restore it, or remove it.") from error
     missing = [name for name in names if not os.path.exists(directory / name)]
     if missing:
         count = f"{len(missing)} of {len(names)}"

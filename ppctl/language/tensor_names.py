@@ -63,10 +63,7 @@ TRANSPOSED = ("kernel", "head")  # last names of matrices [in, out]; torch store
 
 
 class Named(NamedTuple):
-    """A tensor of `transformers`, and its place in ppctl's parameters.
-
-    `transformers` has a tensor for each layer and expert; ppctl stacks them in one leaf.
-    """
+    """A tensor of `transformers` (of one layer and expert), and its place in a leaf of ppctl."""
 
     name: str
     path: tuple[str, ...]  # path in the model's parameters

@@ -55,10 +55,7 @@ num_mtp_layers
 
 
 def model_settings(config_json: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes and non-default settings of `config.Transformer` for a config.json.
-
-    Raises ConfigError for an unsupported architecture, or an unsupported part of one.
-    """
+    """Return sizes and non-default settings of `Transformer` for a config.json. ConfigError."""
     # 1. check types, the architecture, and unsupported keys
     for key, value in config_json.items():
         kind = READ.get(key, object)
@@ -93,7 +90,13 @@ def model_settings(config_json: Mapping[str, Any]) -> dict[str, Any]:
     if member.switches:
         bias, norm = (bool(key and given.get(key)) for key in member.switches)
         found["family"] = FAMILY_OF[bias, norm]
-    found["activation"] = _activation(given[member.activation], member.activation)
+    activation: str = given[member.activation]
+    found["activation"] = ACTIVATIONS.get(ALSO_CALLED.get(activation, activation))
+    if found["activation"] is None:
+        have = f"ppctl has {', '.join(ACTIVATIONS)}"
+        raise ConfigError(
+            f"{member.activation}={activation} in config.json is not supported. {have}."
+        )
     found |= {setting: given.get(members.CAPS[setting]) for setting in member.caps}
     # check num_layers before lists of this length are made
     Transformer(num_layers=given["num_hidden_layers"]).check()
@@ -122,10 +125,7 @@ def _normal(model: Transformer) -> dict[str, Any]:
 
 
 def _normal_experts(model: Transformer) -> tuple[Experts, int]:
-    """Return (experts, MLP width) in normal form.
-
-    If all layers have experts, no layer uses the MLP width, and it is set to the experts' width.
-    """
+    """Return (experts, MLP width) in normal form: an MLP width that no layer uses is theirs."""
     moe, width = model.moe, model.hidden_width
     if moe.num_experts is None:
         return moe, width
@@ -165,14 +165,6 @@ def _experts(member: Member, given: Mapping[str, Any]) -> Experts:
     return Experts(**found)
 
 
-def _activation(name: str, key: str) -> str:
-    activation = ACTIVATIONS.get(ALSO_CALLED.get(name, name))
-    if activation is None:
-        have = ", ".join(ACTIVATIONS)
-        raise ConfigError(f"{key}={name} in config.json is not supported. ppctl has {have}.")
-    return activation
-
-
 def _windows(member: Member, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings window and window_pattern; {} without windows."""
     number, window = given["num_hidden_layers"], given.get("sliding_window")
@@ -201,9 +193,8 @@ def _rope(member: Member, given: Mapping[str, Any], *, has_windows: bool) -> Rop
     if member.has_local_theta:
         local = stated.get("sliding_attention") or {}
         if local.get("rope_type", "default") != "default":
-            raise ConfigError(
-                "config.json scales rotary positions of layers with a window: unsupported."
-            )
+            what = "config.json scales rotary positions of layers with a window"
+            raise ConfigError(f"{what}: unsupported.")
         if has_windows:
             local_theta = local.get("rope_theta", given.get("rope_local_base_freq", LOCAL_THETA))
         stated = stated.get("full_attention") or {}
@@ -231,10 +222,7 @@ def _rope(member: Member, given: Mapping[str, Any], *, has_windows: bool) -> Rop
 
 
 def model_config(model: Transformer, vocab_size: int) -> dict[str, Any]:
-    """Return the config.json of a model, without dtype and token ids.
-
-    Raises ConfigError if no family of `transformers` can express the model.
-    """
+    """Return the config.json of a model, without dtype and token ids. ConfigError if none fits."""
     moe = replace(model.moe, **{name: getattr(Experts, name) for name in EXPERTS_OF_TRAINING})
     usual_values = {name: getattr(Transformer, name) for name in OF_TRAINING}
     model = replace(model, vocab_size=vocab_size, moe=moe, **usual_values)
@@ -274,7 +262,12 @@ def _config_of(name: str, member: Member, model: Transformer) -> dict[str, Any]:
         config["head_dim"] = model.head_width
     # 2. caps, experts and switches
     config |= {members.CAPS[setting]: getattr(model, setting) for setting in member.caps}
-    config |= _expert_keys(member, model)
+    moe, width = _normal_experts(model)
+    of_experts = vars(replace(moe, width=moe.width or width))
+    config |= {key: of_experts[setting] for setting, key in member.experts.items()}
+    config |= {"intermediate_size": width} if member.experts else {}
+    if NUM_SHARED in member.defaults:
+        config[NUM_SHARED] = (moe.shared_width or 0) // of_experts["width"]
     stated = model.traits.qkv_bias, model.traits.qk_norm
     states = zip(member.switches, stated, strict=False)
     config |= {key: is_on for key, is_on in states if key}
@@ -301,15 +294,3 @@ def _config_of(name: str, member: Member, model: Transformer) -> dict[str, Any]:
     if scaling is not None:
         config["rope_scaling"] = scaling
     return config
-
-
-def _expert_keys(member: Member, model: Transformer) -> dict[str, Any]:
-    """Return the keys for experts in the config.json that `_config_of` returns."""
-    moe, width = _normal_experts(model)
-    values = vars(replace(moe, width=moe.width or width))
-    keys = {key: values[setting] for setting, key in member.experts.items()}
-    if member.experts:
-        keys["intermediate_size"] = width
-    if NUM_SHARED in member.defaults:
-        keys[NUM_SHARED] = (moe.shared_width or 0) // values["width"]
-    return keys

@@ -61,10 +61,7 @@ _NEW_GROUP = re.compile(rb"^(?=[a-z])", re.MULTILINE)
 
 
 def read_settings(path: str | Path) -> Any:
-    """Return the content of a run's config.yaml.
-
-    OSError if the file cannot be read; ValueError, with a one-line reason, if it is not YAML.
-    """
+    """Return the content of a run's config.yaml. OSError; ValueError with a reason if not YAML."""
     content = read_file(path, MOST_SETTINGS_BYTES)
     is_plain = len(content) <= MOST_FAST_BYTES and b"*" not in content  # * begins an alias
     if is_plain:
@@ -92,10 +89,7 @@ def _from_yaml(content: bytes, is_plain: bool) -> Any:
 
 
 def from_json(text: bytes) -> Any:
-    """Return the value of a JSON text, with printable strings.
-
-    ValueError if it is not JSON, RecursionError if it nests too deeply.
-    """
+    """Return the value of a JSON text, with printable strings. ValueError or RecursionError."""
     value = json.loads(text)
     return value if _PLAIN_RECORD.fullmatch(text) else cleaned(value)
 

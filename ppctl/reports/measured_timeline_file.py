@@ -116,11 +116,7 @@ def write_timeline(
 
 
 def read_timeline(file: Path, name: str) -> Timeline:
-    """Return the timeline in a CSV of `write_timeline`.
-
-    name: the schedule's name. OSError if the file cannot be read; ValueError or ScheduleError if
-    it is not a timeline.
-    """
+    """Return the timeline of the schedule `name` in a CSV. OSError, ValueError or ScheduleError."""
     cells, spans = defaultdict[int, list[Task]](list), dict[Task, Span]()
     try:
         for row in csv.DictReader(io.StringIO(read_file(file).decode(), newline="")):
@@ -191,10 +187,7 @@ def _traced_steps(events: Sequence[Mapping[str, Any]]) -> list[dict[Task, Span]]
 
 
 def _sound(ranks: Sequence[Sequence[Task]], spans: Mapping[Task, Span]) -> Mapping[Task, Span]:
-    """Return `spans`. ValueError if a span is not a range, or a rank's spans overlap.
-
-    ranks: tasks of each rank, in the order of their spans.
-    """
+    """Return `spans`. ValueError for a span that is no range, or overlaps one of its rank."""
     for tasks in ranks:
         free_s = -inf
         for task in tasks:
@@ -212,10 +205,7 @@ def _sound(ranks: Sequence[Sequence[Task]], spans: Mapping[Task, Span]) -> Mappi
 
 
 def measured_bubble(timeline: Path, since_s: float = 0.0) -> float | None:
-    """Return the bubble, 0..1, in a timeline file; None if it is older than since_s or unreadable.
-
-    since_s: seconds since 1970.
-    """
+    """Return the bubble, 0..1, of a file; None if unreadable or older than since_s (Unix time)."""
     with suppress(OSError, ValueError, PpctlError):
         if timeline.stat().st_mtime >= since_s:
             return read_timeline(timeline, "").bubble_fraction

@@ -45,8 +45,6 @@ NUMBERS: dict[str, tuple[str, Texts]] = {  # column heading and format, by name 
     "seconds": ("s in all", _each("{:,.1f}".format)),
 }
 
-# --- the frame -----------------------------------------------------------------------------------
-
 
 def page(title: str, *parts: str, main: str = "<main>") -> str:
     """Return the text of a page. title: plain text."""
@@ -68,9 +66,6 @@ def filled(name: str, **texts: str) -> str:
 def asset(name: str) -> str:
     """Return the text of a file of the charts' folder: frames, style sheet and scripts."""
     return (files("ppctl.reports.charts") / name).read_text(encoding="utf-8")
-
-
-# --- words and numbers --------------------------------------------------------------------------
 
 
 def text(words: str) -> str:
@@ -104,10 +99,10 @@ def soft(content: str) -> str:
     return f'<p class="soft">{content}</p>' if content else ""
 
 
-def bullets(lines: Sequence[str], look: str = "warnings") -> str:
+def bullets(lines: Sequence[str]) -> str:
     """Return lines as a list; "" without lines."""
     items = "".join(f"<li>{text(line)}</li>" for line in lines)
-    return f'<ul class="{look}">{items}</ul>' if lines else ""
+    return f'<ul class="warnings">{items}</ul>' if lines else ""
 
 
 def command(words: str) -> str:
@@ -116,16 +111,10 @@ def command(words: str) -> str:
 
 
 def link(place: Path, file: Path, words: str | None = None) -> str:
-    """Return a link from the page in `file` to the file or directory `place`.
-
-    words: text of the link; None: the path.
-    """
+    """Return a link from the page in `file` to `place`; words: its text, None: the path."""
     target = os.path.relpath(os.path.abspath(place), os.path.dirname(os.path.abspath(file)))
     shown = text(str(place) if words is None else words)
     return f'<a href="{escape(quote(os.fsencode(target)))}">{shown}</a>'
-
-
-# --- verdict, cards, tables ---------------------------------------------------------------------
 
 
 def verdict(look: tuple[str, str], words: str) -> str:
@@ -153,9 +142,6 @@ def table(about: str, columns: Sequence[str], rows: Iterable[Sequence[str]], loo
     head = f"<thead><tr>{names}</tr></thead>" if columns else ""
     frame = f'class="{f"scroll {look}".strip()}" tabindex="0" role="region" aria-label="{about}"'
     return f"<div {frame}><table>{head}<tbody>{body}</tbody></table></div>"
-
-
-# --- figures and legends ------------------------------------------------------------------------
 
 
 def figure(title: str, svg: str, note: str = "") -> str:

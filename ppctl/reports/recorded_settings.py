@@ -45,19 +45,14 @@ def setting_value(composed: Mapping[str, Any], name: str) -> Any:
         if not isinstance(value, dict):
             raise KeyError(name)
         value = value[part]
-    if not isinstance(value, dict):
-        return value
-    if name != "mesh":
-        return value["name"]
-    return mesh_text(value)
+    if isinstance(value, dict):
+        return mesh_text(value) if name == "mesh" else value["name"]
+    return value
 
 
 @cache
 def path_settings() -> Mapping[str, str | None]:
-    """Return the names of the settings that are paths, each with a value that is no path, if any.
-
-    data.parts.path names the path of each part.
-    """
+    """Return the settings that are paths (also of data.parts), each with a value that is none."""
     return dict(paths_in(Config, ""))
 
 

@@ -27,6 +27,7 @@ NO_RUNS = {*INSIDE, *OF_TRACKERS, UNFINISHED}
 REMOVED = ".removed-"  # prefix of a run directory that is being removed
 TRACKERS_FILE = "trackers.json"  # the run's id at each tracker
 MEMORY_FILE = "memory.json"  # bytes of a device by rank and part, as compiled at the newest start
+MLFLOW_UI = ("mlflow", "ui", "--backend-store-uri")
 WANDB_HEADER = 7  # bytes of a .wandb file without records
 SCHEDULE_FILE = "schedule.csv"  # the schedule that schedule=auto has found
 FAILED_FILE = "failed.json"  # file in processes/: the first failed process and its message
@@ -105,8 +106,8 @@ def find_runs(top: Path, closed: list[str] | None = None) -> list[tuple[str, Pat
             info = os.stat(path)
         except OSError:  # removed meanwhile
             continue
-        inner = sorted(name for name in folders if name not in NO_RUNS)
-        folders[:] = [name for name in inner if not name.startswith(REMOVED)]
+        inner = (name for name in folders if not name.startswith(REMOVED))
+        folders[:] = sorted({*inner} - NO_RUNS)
         if (info.st_dev, info.st_ino) in seen or info.st_dev in kernel:
             folders.clear()
             continue
@@ -115,14 +116,6 @@ def find_runs(top: Path, closed: list[str] | None = None) -> list[tuple[str, Pat
             name = os.path.relpath(path, top)
             runs.append((Path(path).absolute().name if name == "." else name, Path(path)))
     return runs
-
-
-def check_run_dir(run_dir: Path) -> None:
-    """Raise ConfigError if a run would write through a pipe, or a link out of its directory, or to
-    a path that Orbax misreads.
-    """
-    foreign.check_place(run_dir, "run.dir")
-    foreign.check_inside(run_dir, WRITTEN, "run.dir")
 
 
 def is_run(path: Path) -> bool:
@@ -134,10 +127,8 @@ def is_run(path: Path) -> bool:
 
 
 def _is_run(path: str, names: set[str]) -> bool:
-    if "metrics.jsonl" in names or run_status.FILE in names:
+    if names & {"metrics.jsonl", run_status.FILE}:
         return True
-    if "config.yaml" not in names:
-        return False
     with suppress(OSError):  # other programs write config.yaml, too: look into it
         content = read_file(os.path.join(path, "config.yaml"), foreign.MOST_SETTINGS_BYTES)
         return NUM_STEPS.search(content) is not None
@@ -150,10 +141,9 @@ def read_config(path: Path) -> dict[str, Any] | str:
         config = foreign.cleaned(foreign.read_settings(path / "config.yaml"))
     except FileNotFoundError:
         return "config.yaml is missing"
-    except OSError as error:
-        return f"config.yaml cannot be read: {error.strerror}"
-    except ValueError as error:
-        return f"config.yaml cannot be read: {error}"
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        return f"config.yaml cannot be read: {reason}"
     return config if isinstance(config, dict) else "config.yaml holds no settings"
 
 
@@ -191,7 +181,10 @@ def run_summary(name: str, path: Path) -> RunSummary:
     finished = step if step is not None else max((whole_number(status.record, "step") or 0, *steps))
     losses = loss if is_finite else None, is_finite, record_number(evaluation.record, "eval_loss")
     written = [end.written_s for end in ends if end.written_s is not None]
-    times = _started_s(path / run_status.FILE), max(written) if written else _written_s(path)
+    for file in (path / "config.yaml", path):  # without records
+        with suppress(OSError):
+            written = written or [file.stat().st_mtime]
+    times = _started_s(path / run_status.FILE), max(written, default=0.0)
     progress = state, reason, finished, num_steps, *losses, whole_number(evaluation.record, "step")
     return RunSummary(name, path, *progress, *times, config, steps, tuple(problems))
 
@@ -204,10 +197,7 @@ def _state(
     *,
     has_begun: bool,
 ) -> tuple[str, str | None]:
-    """Return (status, reason), from the lock, the last line of status.jsonl and checkpoints.
-
-    steps: steps of the checkpoints. has_begun: whether a step or checkpoint is recorded.
-    """
+    """Return (status, reason). steps: of checkpoints. has_begun: a step or checkpoint exists."""
     # 1. a living process, or a recorded end
     with suppress(OSError):
         if run_status.is_held(path / run_status.FILE):
@@ -271,10 +261,7 @@ def setting_changes(lines: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]
 
 
 def read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield all records of a file; add a phrase on the number of other lines to `problems`.
-
-    `run_summary` reports unreadable files and torn last lines.
-    """
+    """Yield a file's records; add a phrase on the number of other lines to `problems`."""
     bad = 0
     try:
         with open_file(path) as file:
@@ -313,15 +300,12 @@ def tracker_commands(run_dir: Path) -> list[tuple[str, str]]:
     files = (run_dir / "wandb").glob("offline-run-*/*.wandb")
     # `wandb sync` fails for the records of a start that was killed before the first one
     offline = sorted(str(file.parent) for file in files if file.stat().st_size > WANDB_HEADER)
-    commands: list[tuple[str, list[str]]] = []
-    if os.path.isdir(events):
-        commands.append(("TensorBoard", ["tensorboard", "--logdir", str(events)]))
-    if offline:
-        commands.append(("Weights & Biases", ["wandb", "sync", *offline]))
-    if os.path.isfile(database):
-        words = ["mlflow", "ui", "--backend-store-uri", f"sqlite:///{database}"]
-        commands.append(("MLflow", words))
-    return [(name, shlex.join(words)) for name, words in commands]
+    commands = (
+        ("TensorBoard", os.path.isdir(events), ["tensorboard", "--logdir", str(events)]),
+        ("Weights & Biases", offline, ["wandb", "sync", *offline]),
+        ("MLflow", os.path.isfile(database), [*MLFLOW_UI, f"sqlite:///{database}"]),
+    )
+    return [(name, shlex.join(words)) for name, has_records, words in commands if has_records]
 
 
 def disk_bytes(path: Path) -> int:
@@ -377,10 +361,3 @@ def _record(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
-
-
-def _written_s(path: Path) -> float:
-    for file in (path / "config.yaml", path):
-        with suppress(OSError):
-            return file.stat().st_mtime
-    return 0.0

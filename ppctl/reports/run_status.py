@@ -68,8 +68,9 @@ class RunStatus:
 
     def begin(self, step: int, **facts: Any) -> None:
         """Record the start, after `step` finished training steps, and `facts`."""
-        if self._is_locked:
-            _drop_torn_line(self._file)
+        if self._is_locked:  # drop a torn line
+            self._file.seek(0)
+            self._file.truncate(self._file.read().rfind(b"\n") + 1)
         self._has_begun = True
         process = {**here(), "pid": os.getpid(), "is_locked": self._is_locked}
         self._write({"status": STARTED, "step": step, **process, **facts})
@@ -236,10 +237,3 @@ def _lock(file: FileIO) -> bool | None:
         except OSError:
             return False
     return None
-
-
-def _drop_torn_line(file: FileIO) -> None:
-    file.seek(0)
-    content = file.read()
-    if not content.endswith(b"\n"):
-        file.truncate(content.rfind(b"\n") + 1)

@@ -61,10 +61,7 @@ def _check_readable(directory: Path) -> None:
 
 
 def find_run(name: str, tops: Sequence[Path]) -> tuple[str, Path]:
-    """Return (name, directory) of the run with this path, name or part of a name.
-
-    ConfigError if no run or several runs match.
-    """
+    """Return (name, directory) of the run with this path, name or part of a name."""
     path = Path(name)
     if run_files.is_run(path):
         return os.path.normpath(name), path

@@ -59,14 +59,9 @@ def show_table(
     """Print a table, numbers right-aligned, without empty columns and trailing spaces.
 
     If it is wider than the terminal, headings and a long first column wrap. Then columns are left
-    out, and a line names them. Files and pipes get all columns.
-
-    Args:
-        console: The terminal, file or pipe.
-        title: A line above the table; "" for none.
-        columns: The headings.
-        rows: The cells; the first column names the row and is never left out.
-        least: The columns to leave out first, in this order; the others follow from the right.
+    out, and a line names them. Files and pipes get all columns. title: a line above the table; ""
+    for none. rows: the cells; the first column names the row and is never left out. least: the
+    columns to leave out first, in this order; the others follow from the right.
     """
     # 1. the columns
     table = [tuple(row) for row in rows]

@@ -64,9 +64,6 @@ def write_report(runs: Sequence[RecordedRun], file: Path, *, as_json: bool) -> i
     return 0
 
 
-# --- several runs ---------------------------------------------------------------------------------
-
-
 def compare_page(runs: Sequence[RecordedRun], differ: Differ, file: Path) -> str:
     """Return the text of the page. file: the page's path, for relative links."""
     # 1. curves of the first runs

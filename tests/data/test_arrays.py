@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ppctl.data.array_dataset import from_arrays
+from ppctl.data.array_data import from_arrays
 from ppctl.data.dataset import described, description
 from ppctl.errors import DataError
 

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from ppctl.data import generated_data
-from ppctl.data.generated_data import JUMP_FRACTION
+from ppctl.data import array_data as generated_data
+from ppctl.data.array_data import JUMP_FRACTION
 
 
 @pytest.mark.parametrize("name", ["synthetic", "regression"])

@@ -25,8 +25,7 @@ from ppctl.reports.charts.image_charts import (
     _gantt,
     image,
 )
-from ppctl.reports.charts.schedule_drawing import drawing_document
-from ppctl.reports.charts.text_chart import show_gantt
+from ppctl.reports.charts.schedule_drawing import drawing_document, show_gantt
 from ppctl.reports.palette import COLOURS, shade
 from ppctl.schedule.families.registry import FAMILIES
 from ppctl.schedule.ir import Task

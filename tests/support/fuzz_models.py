@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from ppctl.data import DataSet
-from ppctl.data.array_dataset import from_arrays
+from ppctl.data.array_data import from_arrays
 from ppctl.data.dataset import fingerprint, generator, num_held_out
 from ppctl.data.token_examples import NO_TOKEN, packed
 

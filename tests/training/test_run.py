@@ -305,7 +305,7 @@ def test_a_batch_without_targets_is_noted_once(train, tmp_path):
 
 
 def test_data_that_overflows_stops_the_run_at_its_first_step(train, tmp_path, monkeypatch):
-    monkeypatch.setattr("ppctl.data.generated_data.NOISE", 1e30)
+    monkeypatch.setattr("ppctl.data.array_data.NOISE", 1e30)
     code, _, err = train(tiny=ROWS)
     assert code == 4
     assert err.startswith(

@@ -14,10 +14,10 @@ from ppctl.config import Costs as AssumedCosts
 from ppctl.config import ScheduleConfig
 from ppctl.config.schedule_from_config import read, schedule_of
 from ppctl.errors import ScheduleError, one_line
+from ppctl.reports.charts import schedule_drawing as drawn
 from ppctl.reports.charts.draw_schedule import DRAWN_AS, schedules_page
 from ppctl.reports.charts.image_charts import FORMS, image
-from ppctl.reports.charts.schedule_drawing import Drawing, drawing_document, table_row
-from ppctl.reports.charts.text_chart import show_gantt, show_schedules_table
+from ppctl.reports.charts.schedule_drawing import Drawing, drawing_document, show_gantt, table_row
 from ppctl.reports.terminal_output import OutputConsole, show_lines, write_file
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import FAMILIES
@@ -43,7 +43,7 @@ def show_comparison(configs: Sequence[ScheduleConfig], form: str, out: Path | No
     rows = list(map(table_row, drawings))
     if form == "text":
         title = f"{len(configs)} schedules, {_size_of(configs[0])}"
-        show_schedules_table(OutputConsole(), title, rows)
+        drawn.show_schedules_table(OutputConsole(), title, rows)
         return 0
     if form == "csv":
         return deliver(_rows_csv(rows), out)
@@ -81,7 +81,7 @@ def list_families(
         return deliver(_rows_csv(rows) if form == "csv" else image(drawings, form), out)
     console, width = OutputConsole(), max(map(len, stated), default=0)
     title = f"{_size_of(request)}, {costs_text(request.costs)}"
-    show_schedules_table(console, title, rows, formulas=True)
+    drawn.show_schedules_table(console, title, rows, formulas=True)
     texts = [f"{family:{width}}  {text}" for family, text in stated.items()]
     show_lines(console, *texts, "", *refused.values())
     return 0

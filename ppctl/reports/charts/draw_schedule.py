@@ -19,7 +19,6 @@ from ppctl.errors import ConfigError
 from ppctl.reports.charts import schedule_drawing as drawn
 from ppctl.reports.charts.image_charts import FORMS, MAX_RANKS, MAX_VECTORS, image
 from ppctl.reports.charts.schedule_drawing import Drawing, drawing_document
-from ppctl.reports.charts.text_chart import show_gantt
 from ppctl.reports.page_kit import asset, filled, page, soft, table, text
 from ppctl.reports.palette import INK, shade
 from ppctl.reports.terminal_output import mapped, size_text, write_file
@@ -60,7 +59,7 @@ def _text(drawing: Drawing) -> str:
     file = io.StringIO()
     # in a notebook rich would display the text instead of writing it
     console = Console(file=file, width=TEXT_WIDTH, color_system=None, force_jupyter=False)
-    show_gantt(console, drawing)
+    drawn.show_gantt(console, drawing)
     return file.getvalue()
 
 
@@ -74,22 +73,15 @@ DRAWN_AS: dict[str, Callable[[Drawing], str | bytes]] = {  # content of a file, 
 _FORM_OF = {".txt" if form == "text" else f".{form}": form for form in DRAWN_AS}
 
 
-# --- html -----------------------------------------------------------------------------------------
-
-
 def schedules_page(drawings: Sequence[Drawing]) -> str:
     """Return an html page: a summary of all drawings, then their charts on one time axis."""
-    title = drawings[0].title
-    if len(drawings) > 1:
-        title = f"Schedules: {', '.join(drawing.label for drawing in drawings)}"
+    labels = ", ".join(drawing.label for drawing in drawings)
+    title = drawings[0].title if len(drawings) == 1 else f"Schedules: {labels}"
     return page(title, charts_html(drawings), main='<main class="wide">')
 
 
 def charts_html(drawings: Sequence[Drawing], notes: Sequence[str] = ()) -> str:
-    """Return html: notes, then the charts, if any, with buttons.
-
-    A page may hold only one result with charts.
-    """
+    """Return html of notes and charts with buttons; a page may hold only one such result."""
     said = "".join(f"{soft(text(note))}\n" for note in notes)
     if not drawings:
         return said

@@ -27,15 +27,11 @@ POINTS_PER_CHARACTER = 4.6  # points, width of a letter of size 7 in a cell
 
 
 def image(drawings: Sequence[Drawing], form: str) -> bytes:
-    """Return the bytes of a figure with a row for each rank; form: one of FORMS.
-
-    Several drawings share one time axis and one legend, one below the other.
-    """
+    """Return a figure with a row for each rank, drawings on one time axis; form: one of FORMS."""
     num_ranks = max(drawing.schedule.num_ranks for drawing in drawings)
     if num_ranks > MAX_RANKS:
-        raise ConfigError(
-            f"mesh.pp={num_ranks}: a {form} has {MAX_RANKS} rows at most. Use --format html."
-        )
+        what = f"mesh.pp={num_ranks}: a {form} has {MAX_RANKS} rows at most"
+        raise ConfigError(f"{what}. Use --format html.")
     return _saved(_gantt(drawings), form)
 
 

@@ -55,15 +55,11 @@ def curves_svg(
 ) -> str:
     """Return the svg of curves; values that are not finite are gaps with crosses at the top.
 
-    A curve of many points is pale and keeps every spike; a strong curve shows its medians.
-
-    Args:
-        curves: Points by label: 1 to MOST_LINES curves, at least one with a value.
-        title: The quantity, for the description of the svg.
-        x_name: Label of the x axis.
-        from_zero: Whether the y axis includes 0; else it fits the values, see `_set_values`.
-        over_sizes: Whether x are positive sizes or rates. Points then have marks, and the x axis is
-            logarithmic unless x are whole numbers that span less than a factor of four.
+    A curve of many points is pale and keeps every spike; a strong curve shows its medians. curves:
+    points by label: 1 to MOST_LINES curves, at least one with a value. title: the quantity, for the
+    description of the svg. from_zero: whether the y axis includes 0; else see `_set_values`.
+    over_sizes: whether x are positive sizes or rates. Points then have marks, and the x axis is
+    logarithmic unless x are whole numbers that span less than a factor of four.
     """
     import numpy as np
 
@@ -105,12 +101,9 @@ def heat_svg(
 ) -> str:
     """Return the svg of a heat map: a row for each layer, a column for each block of steps.
 
-    Args:
-        first: First step of the first column.
-        last: Last step of each column; the next column starts after it.
-        values_CL: Numbers [columns, layers]; NaN has no colour.
-        title: The quantity, for the description of the svg.
-        least: Number drawn in the darkest colour.
+    first: first step of the first column. last: last step of each column. values_CL: numbers
+    [columns, layers]; NaN has no colour. title: the quantity, for the description of the svg.
+    least: number drawn in the darkest colour.
     """
     import matplotlib
     import numpy as np
@@ -260,11 +253,8 @@ def memory_bars(
 ) -> str:
     """Return a bar for each (name, bytes by part), and a legend, as html.
 
-    Args:
-        sums: Name and bytes by part of each bar.
-        parts: Parts in the order of the bar, at most len(PARTS); each has a colour and a number.
-        limit: Bytes of a dashed line, with a label above the bars; None: no line.
-        about: A description of each part, for the legend.
+    parts: those of a bar in order, at most len(PARTS); each has a colour and a number. limit: bytes
+    of a dashed line, with a label above the bars. about: a description of parts, for the legend.
     """
     assert len(parts) <= len(PARTS), "one colour each"
     # 1. the limit

@@ -247,10 +247,7 @@ def figures_of(runs: Sequence[RecordedRun], labels: Sequence[str]) -> list[str]:
 
 
 def _step_html(run_dir: Path, pipeline: Planned | str) -> str:
-    """Return notes, then charts of a measured step and its simulation, else of a simulated step.
-
-    pipeline: as in `RecordedRun`.
-    """
+    """Return notes, then charts of a measured step and its simulation, else of a simulated step."""
     notes: list[str] = []
     measured = _measured(run_dir, pipeline, notes)
     if measured:

@@ -147,9 +147,6 @@ def versions_of(start: Mapping[str, Any]) -> dict[str, str]:
     return {str(k): str(v) for k, v in versions.items()} if isinstance(versions, dict) else {}
 
 
-# --- curves -------------------------------------------------------------------------------------
-
-
 def read_layers(path: Path, name: str) -> LayerValues | None:
     """Return the greatest value of `name` per block of steps and layer; None if never recorded."""
     first, last, rows = 0, array("q"), []

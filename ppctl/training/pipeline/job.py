@@ -20,7 +20,8 @@ from ppctl.config.config_dirs import user_cache_dir
 from ppctl.config.groups.data_settings import CustomData, Mixture
 from ppctl.config.groups.layout_settings import Balanced, Explicit
 from ppctl.config.schedule_from_config import Planned, pipeline_of, trained_share
-from ppctl.data import DataSet, mixture, regression, stdlib, synthetic, text, tokens, with_held_out
+from ppctl.data import DataSet, mixture, regression, stdlib, synthetic, text, tokens
+from ppctl.data.dataset import with_held_out
 from ppctl.errors import DataError, as_setting, written_as
 from ppctl.executors.described_devices import check_gpu_shape, check_size, described_mesh
 from ppctl.executors.device_mesh import all_devices, check_hosts, make_mesh, repeated_mesh

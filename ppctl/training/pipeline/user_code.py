@@ -24,7 +24,7 @@ import optax
 from ppctl.config.code_digests import is_installed
 from ppctl.config.config_dirs import ROOT
 from ppctl.data import Batch, DataSet
-from ppctl.data.array_dataset import from_arrays
+from ppctl.data.array_data import from_arrays
 from ppctl.errors import ConfigError, as_setting, written_as
 from ppctl.executors.stage.traced_network import TracedNetwork, stack_of
 from ppctl.model.network import Network

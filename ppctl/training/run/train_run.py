@@ -24,7 +24,8 @@ from ppctl.executors.compiler_options import text_of
 from ppctl.launch import join_processes as distributed
 from ppctl.launch.supervisor import STOP_SIGNALS, handling
 from ppctl.reports import run_status
-from ppctl.reports.run_files import MEMORY_FILE, SCHEDULE_FILE, check_run_dir
+from ppctl.reports.foreign_files import check_inside, check_place
+from ppctl.reports.run_files import MEMORY_FILE, SCHEDULE_FILE, WRITTEN
 from ppctl.reports.run_status import FINISHED, INTERRUPTED, STOP_FILE, STOPPED, HeldError, RunStatus
 from ppctl.reports.terminal_output import OutputConsole, replace_file, show_json, show_lines
 from ppctl.schedule.schedule_text import to_csv
@@ -59,7 +60,8 @@ def train(config: Config, overrides: Sequence[str], *, predict: Predict, as_json
     NonFiniteError if a loss, gradient or update is not finite.
     """
     run_dir = Path(config.run.dir)
-    check_run_dir(run_dir)
+    check_place(run_dir, "run.dir")
+    check_inside(run_dir, WRITTEN, "run.dir")
     check_trackers(config.run.trackers)
     writer = run_status.held_by(run_dir)
     if writer is not None:  # a second process would remove the unfinished save of the first
