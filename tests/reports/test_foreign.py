@@ -216,11 +216,11 @@ def test_links_out_of_a_run_directory_are_refused(tmp_path, name):
     with pytest.raises(
         ConfigError, match=f"{name} is a link to {outside}, outside of it. Move it away"
     ):
-        run_files.check_run_dir(run)
+        check_inside(run, run_files.WRITTEN, "run.dir")
     (run / name).unlink()
     os.mkfifo(run / name)
     with pytest.raises(ConfigError, match=f"{name} is neither file nor directory"):
-        run_files.check_run_dir(run)
+        check_inside(run, run_files.WRITTEN, "run.dir")
 
 
 def test_a_run_directory_may_be_a_link_and_have_links_to_its_files(tmp_path):
@@ -230,7 +230,7 @@ def test_a_run_directory_may_be_a_link_and_have_links_to_its_files(tmp_path):
     (run / "checkpoints/5/state/deep").symlink_to("/")  # nobody writes there
     (run / "mine").symlink_to("/")  # nor this
     (tmp_path / "run").symlink_to(run)
-    run_files.check_run_dir(tmp_path / "run")
+    check_inside(tmp_path / "run", run_files.WRITTEN, "run.dir")
     check_inside(tmp_path / "nowhere", ["config.yaml"], "run.dir")
 
 
