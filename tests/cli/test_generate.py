@@ -10,7 +10,6 @@ import shutil
 from dataclasses import replace
 
 import numpy as np
-import ppctl.language.conversation  # now: imported in a test it would keep the stand-in of another
 import pytest
 from support.selection import full
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from ppctl.data import array_data as generated_data
+from ppctl.data import array_data
 from ppctl.data.array_data import JUMP_FRACTION
 
 
@@ -49,7 +49,7 @@ def test_synthetic_uses_all_tokens_evenly(build):
 def test_regression_noise_is_added_to_the_targets_only(build, monkeypatch):
     found = []
     for noise in (0.0, 0.5):
-        monkeypatch.setattr(generated_data, "NOISE", noise)
+        monkeypatch.setattr(array_data, "NOISE", noise)
         found.append(build("regression", num_rows=4000).read(np.arange(3000)))
     clean, noisy = found
     np.testing.assert_array_equal(clean["inputs"], noisy["inputs"])

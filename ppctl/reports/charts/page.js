@@ -1,5 +1,5 @@
 "use strict";
-// Charts of schedules on canvases. All charts share one time axis (`view`); the data is described in ppctl/reports/charts/html_charts.py.
+// Charts of schedules on canvases. All charts share one time axis (`view`); the data is described in ppctl/reports/charts/draw_schedule.py.
 const $ = (id) => document.getElementById(id);
 const AXIS = 20, MEMORY = 120, COLUMN = 96, NUMBER = 44, SMALLEST = 9, PER_LETTER = 0.61, MONO = 'ui-monospace, "DejaVu Sans Mono", monospace';
 const charts = [];
