@@ -199,8 +199,6 @@ def wrong_option(group: str, option: str, names: Iterable[str]) -> str:
 def _is_typo(word: str, name: str) -> bool:
     """Return whether `word` is a misspelling or prefix of `name`.
 
-    A name with another version or size is not a misspelling.
-
     >>> _is_typo("mistral", "mistral_7b"), _is_typo("mixtral_8x7b", "mistral_7b")
     (True, False)
     """

@@ -196,10 +196,7 @@ def _register() -> None:
 
 @functools.cache  # the same class for every registration
 def _config_schema() -> type:
-    """Return `Config` in a form that OmegaConf accepts.
-
-    A part with options may hold any class and has no default: a missing choice is an error.
-    """
+    """Return `Config` for OmegaConf: a part with options holds any class and has no default."""
     field = dataclasses.field
     parts = [
         (n, Any, field(default=MISSING)) if n in PARTS else (n, hint, field(default_factory=hint))

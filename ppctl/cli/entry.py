@@ -72,10 +72,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _show_unexpected(error: Exception, argv: list[str]) -> int:
-    """Print an unexpected error; return its exit code.
-
-    A full disk or a missing permission is reported as such, any other error as a bug.
-    """
+    """Print an error: a full disk, a missing permission, or else a bug; return its exit code."""
     is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None
     if is_full and _drop_unwritable():
         why = f"the output cannot be written: {os.strerror(errno.ENOSPC)}."

@@ -123,10 +123,7 @@ def _request(config: Config) -> tuple[list[Finding], Mesh | None, int | None]:
 
 
 def _directory(run: Run, needed: int | None) -> Finding:
-    """Check that run.dir is writable and has room for the checkpoints; return the finding.
-
-    needed: bytes of a checkpoint; None: unknown, so the room is not checked.
-    """
+    """Return whether run.dir is writable, with room for checkpoints of `needed` bytes if known."""
     directory = Path(run.dir).absolute()
     try:
         directory.mkdir(parents=True, exist_ok=True)

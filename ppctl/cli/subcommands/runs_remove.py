@@ -89,11 +89,7 @@ def ask(lines: Sequence[str], question: str, action: str, *, is_sure: bool) -> N
 
 
 def _check_place(name: str, path: Path, top: Path) -> None:
-    """Raise ConfigError for a directory that is not safe to change.
-
-    It is in use by a process, contains the current directory or other runs, or has a symlink in
-    its path below `top`.
-    """
+    """Raise ConfigError for a directory that is not safe to change; `top` may be a symlink."""
     real = Path(os.path.realpath(path))
     below = Path(os.path.relpath(os.path.abspath(path), os.path.abspath(top)))
     if os.path.normpath(os.path.realpath(top) / below) != str(real):
