@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import jax
 from orbax.checkpoint import v1 as ocp
@@ -25,7 +25,7 @@ from ppctl.training.checkpoint.manifest import Manifest, array_types, digest, to
 T = TypeVar("T", bound=PpctlError)
 
 
-class Checkpoints:
+class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     """The checkpoints that a run saves below `directory`; a context manager. stored: its reader.
 
     A commit is a rename, so `kill -9` leaves every finished checkpoint intact, and the next save
@@ -57,9 +57,6 @@ class Checkpoints:
         with stored_checkpoints.raised_together(self._gather, failed):
             self.directory.mkdir(parents=True, exist_ok=True)
             probe(self.directory)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -159,9 +156,8 @@ class Checkpoints:
         path, is_first, self._is_opened = self.directory / str(step), not self._is_opened, True
         what = f"Checkpoint {path} was written, but cannot be opened"
         if is_first:
-            with stored_checkpoints.raised_together(
-                self._gather, _error(SaveError, what, "Use another run.dir.")
-            ):
+            failed = _error(SaveError, what, "Use another run.dir.")
+            with stored_checkpoints.raised_together(self._gather, failed):
                 # only the process that wrote it: others may see the files of a shared disk later
                 if jax.process_index() == 0 and step in self.stored.steps():
                     orbax_io.described(path, self.stored.reading)

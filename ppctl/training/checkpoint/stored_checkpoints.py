@@ -147,10 +147,8 @@ class StoredCheckpoints:
         if step not in (steps := self.steps()):
             held = "it holds none. Use another run.dir"
             held = f"it holds {listed(steps)}. Use one of them" if steps else held
-            raise CheckpointError(
-                f"No checkpoint of step {step} in {self.directory}: {held}, or run.resume=auto "
-                "to take the newest one, if any."
-            )
+            what = f"No checkpoint of step {step} in {self.directory}: {held}"
+            raise CheckpointError(f"{what}, or run.resume=auto to take the newest one, if any.")
         return self.directory / str(step)
 
     def _damaged(self, step: int, reason: str) -> DamagedError:

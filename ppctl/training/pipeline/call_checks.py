@@ -273,10 +273,8 @@ def check_natural(state: Tree, wanted: Tree) -> None:
     """Raise ConfigError if a state in natural order is of another model or optimizer."""
     difference = _difference(state, wanted)
     if difference is not None:
-        raise ConfigError(
-            f"The state does not fit this model and optimizer: {difference}. Use a state that "
-            "to_natural returned, or one restored with its shapes."
-        )
+        use = "Use a state that to_natural returned, or one restored with its shapes"
+        raise ConfigError(f"The state does not fit this model and optimizer: {difference}. {use}.")
 
 
 def _difference(state: Tree, wanted: Tree) -> str | None:

@@ -134,10 +134,9 @@ def execution_of(
         own = {"post_validation": config.post_validation, "fuse": config.fuse}
         execution = replace(execution, axes=axes, **own)
     if tuple(mesh.axis_names) != AXES:
-        raise ConfigError(
-            f"The mesh has axes {mesh.axis_names}, not {AXES}. Make it with "
-            f"ppctl.mesh({', '.join(f'{axis}=' for axis in AXES)})."
-        )
+        what = f"The mesh has axes {mesh.axis_names}, not {AXES}"
+        call = f"ppctl.mesh({', '.join(f'{axis}=' for axis in AXES)})"
+        raise ConfigError(f"{what}. Make it with {call}.")
     if not execution.engine.is_pipelined and mesh.size > 1:
         raise ConfigError(
             "executor=reference is the un-pipelined model on one device, but the mesh has "

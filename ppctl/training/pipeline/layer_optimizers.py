@@ -23,13 +23,7 @@ from ppctl.executors.stage.jaxpr_flops import matmul_flops
 from ppctl.model.layer_reports import Updates, without_counted
 from ppctl.model.stack import Stack, shapes_like
 from ppctl.model.trainable_parameters import trained_part
-from ppctl.training.pipeline.update_formulas import (
-    Mixing,
-    check_separate,
-    has_state,
-    places_in,
-    update_formulas,
-)
+from ppctl.training.pipeline import update_formulas as reading
 
 Tree = Any
 Slots = np.ndarray | None  # the layer in each slot [V, P, K], -1 for padding
@@ -58,9 +52,8 @@ class LayerOptimizer:
         check_optimizer(self.optimizer, self.one_layer)
         state = jax.eval_shape(self.optimizer.init, self.one_layer)
         params = [parameter_of(path)[0] for path, _ in jax.tree.leaves_with_path(self.one_layer)]
-        for (path, _), place in zip(
-            jax.tree.leaves_with_path(state), places_in(state, self.one_layer), strict=True
-        ):
+        places = reading.places_in(state, self.one_layer)
+        for (path, _), place in zip(jax.tree.leaves_with_path(state), places, strict=True):
             name = parameter_of(path)[:1]
             if name != (() if place.owner is None else (params[place.owner],)):
                 what = f"The optimizer's state has a part named {name[0]}, like the parameters"
@@ -75,10 +68,10 @@ class LayerOptimizer:
     def is_elementwise(self) -> bool:
         """Whether numbers are updated one by one, so that arrays may be divided and padded."""
         padded = jax.eval_shape(lambda tree: self.layout.of_rank.padded(tree, 0), self.one_layer)
-        formulas = update_formulas(self.optimizer, self.one_layer)
+        formulas = reading.update_formulas(self.optimizer, self.one_layer)
         if not all(formula.is_elementwise for formula in formulas):
             return False
-        return formulas == update_formulas(self.optimizer, padded)
+        return formulas == reading.update_formulas(self.optimizer, padded)
 
     @property
     def guards_finite(self) -> bool:
@@ -200,22 +193,23 @@ def update_flops(optimizer: optax.GradientTransformation, one_layer: Tree) -> in
 
 
 def check_optimizer(
-    optimizer: optax.GradientTransformation, params: Tree, check: Callable = check_separate
+    optimizer: optax.GradientTransformation, params: Tree, check: Callable = reading.check_separate
 ) -> None:
     """Raise ConfigError if `check` finds that updates depend on other parameters, or fails."""
     try:
         check(optimizer, params)
-        both = skips(optimizer, params) and has_state(optimizer, params, optax.ZeroNansState)
-    except Mixing as error:
+        both = skips(optimizer, params) and reading.has_state(
+            optimizer, params, optax.ZeroNansState
+        )
+    except reading.Mixing as error:
         raise ConfigError(
             "The optimizer's update of a parameter depends on other parameters, so it would "
             f"differ between layouts: {error}. Use clip_norm=NORM for clipping by the global "
             "norm, and an optimizer that treats each parameter by itself."
         ) from error
     except Exception as error:  # anything that the optimizer's code raises
-        raise ConfigError(
-            f"The optimizer fails on the model's parameters: {type(error).__name__}: {error}."
-        ) from error
+        what = f"The optimizer fails on the model's parameters: {type(error).__name__}"
+        raise ConfigError(f"{what}: {error}.") from error
     if both:
         raise ConfigError(
             "optax.apply_if_finite and optax.zero_nans in one optimizer contradict each other: "
@@ -244,13 +238,13 @@ def skipping(optimizer: optax.GradientTransformation) -> SkipsNonFinite:
 
 def skips(optimizer: optax.GradientTransformation, params: Tree) -> bool:
     """Return whether the optimizer changes nothing if a gradient is not finite."""
-    is_of_optax = has_state(optimizer, params, optax.ApplyIfFiniteState)
+    is_of_optax = reading.has_state(optimizer, params, optax.ApplyIfFiniteState)
     return is_of_optax or isinstance(optimizer, SkipsNonFinite)
 
 
 def has_rule(optimizer: optax.GradientTransformation, params: Tree) -> bool:
     """Return whether the optimizer has a rule for gradients that are not finite."""
-    return skips(optimizer, params) or has_state(optimizer, params, optax.ZeroNansState)
+    return skips(optimizer, params) or reading.has_state(optimizer, params, optax.ZeroNansState)
 
 
 def poisoned(grads: Tree, norm: Array) -> Tree:

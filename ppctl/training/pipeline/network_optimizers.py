@@ -109,10 +109,9 @@ class NetworkOptimizer:
         elif jax.tree.leaves(grads["layers"]):
             *layers, shared = self._of_ranks(grads, state, params, norm)
         # 3. the stored form
-        places = (
-            self.form.name(self.network.leaves.names.index(name)) for name in grads["embed_head"]
-        )
-        named = {self.network.leaves.names[i]: leaf for i, leaf in updates.items()}
+        names = self.network.leaves.names
+        places = (self.form.name(names.index(name)) for name in grads["embed_head"])
+        named = {names[i]: leaf for i, leaf in updates.items()}
         outer = {name: {group: named.get(name)} for name, group in places}
         state = self.form.stored(found, layers[1]) | {"shared": shared}
         return {"embed_head": outer, "layers": layers[0]}, state
@@ -216,10 +215,8 @@ class NetworkState:
         return [p if p.owner is None else p._replace(owner=self.trained[p.owner]) for p in places]
 
     def tree(self, leaves: Leaves) -> Tree:
-        number = len(self.network.leaves.shapes)
-        return jax.tree.unflatten(
-            self.network.leaves.treedef, [leaves.get(i) for i in range(number)]
-        )
+        treedef, numbers = self.network.leaves.treedef, range(len(self.network.leaves.shapes))
+        return jax.tree.unflatten(treedef, [leaves.get(i) for i in numbers])
 
     def params(self, tree: Tree, indices: Mapping[int, tuple]) -> Leaves:
         """Return the parameters of embedding, head and layers; indices: layer -> array index."""

@@ -84,10 +84,7 @@ def clipped(
 def clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
     """Return optax.clip_by_global_norm with a given norm: g / max(1, norm / max_norm)."""
 
-    def update(
-        updates: Any, state: Any, params: Any = None, *, norm: Array, **_: Any
-    ) -> tuple[Any, Any]:
-        del params
+    def update(updates: Any, state: Any, params: Any = None, *, norm: Array, **_: Any) -> tuple:
         clipped = lambda g: jnp.where(norm < max_norm, g, g / norm.astype(g.dtype) * max_norm)  # noqa: E731
         return jax.tree.map(clipped, updates), state
 
@@ -123,11 +120,8 @@ def counts_of(optimizer: Optimizer, grads: Tree) -> dict[str, dict[str, Array]]:
     updates = counted_by(optimizer)
     if not updates or isinstance(optimizer, optax.GradientTransformation):
         return {}
-    return {
-        reports.COUNTS: reports.counts_by_name(
-            optimizer.layout.to_natural(reports.counted_part(grads, updates))
-        )
-    }
+    counts = optimizer.layout.to_natural(reports.counted_part(grads, updates))
+    return {reports.COUNTS: reports.counts_by_name(counts)}
 
 
 def init_state(params: Tree, optimizer: Optimizer, trainable: Tree = True) -> Tree:
@@ -155,9 +149,8 @@ def first_state(stack: Stack, optimizer: Optimizer) -> Callable[..., Tree]:
 
 def state_shapes(stack: Stack, optimizer: Optimizer) -> Tree:
     """Return the shapes of a model's `init_state`."""
-    return jax.eval_shape(
-        lambda params: init_state(params, optimizer, stack.options.trainable), stack.param_shapes
-    )
+    of_params = partial(init_state, optimizer=optimizer, trainable=stack.options.trainable)
+    return jax.eval_shape(of_params, stack.param_shapes)
 
 
 def train_step(

@@ -272,10 +272,9 @@ class Pipeline:
             return None
         size = tree_bytes(self.states.natural["params"])
         if size > MOST_BYTES:
-            return (
-                f"{name} was not checked for mixing the examples of a batch: its parameters take "
-                f"{size_text(size)}, more than the {size_text(MOST_BYTES)} allowed on one device."
-            )
+            what = f"{name} was not checked for mixing the examples of a batch: its parameters take"
+            most = f"the {size_text(MOST_BYTES)} allowed on one device"
+            return f"{what} {size_text(size)}, more than {most}."
         few = few_examples(examples, self.batch_shapes)
         return refuse_mixing(name, self.stack, few, self.dtype)
 

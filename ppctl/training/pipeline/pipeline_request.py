@@ -53,9 +53,8 @@ def schedule_for(
 ) -> Schedule:
     """Return the requested schedule, validated. ConfigError if it does not divide the batch."""
     plan = _schedule_for(schedule, mesh.shape["pp"], num_microbatches, knobs)
-    mesh_axes.check_batch(
-        num_examples(shapes["inputs"]), plan.num_microbatches, mesh_axes.MeshSizes.of(mesh.shape)
-    )
+    sizes = mesh_axes.MeshSizes.of(mesh.shape)
+    mesh_axes.check_batch(num_examples(shapes["inputs"]), plan.num_microbatches, sizes)
     return plan
 
 
@@ -257,10 +256,8 @@ def _spread(sharding: Tree, params: Tree) -> list[P]:
 def _check_spec(name: str, shape: tuple[int, ...], spec: Any) -> None:
     """Raise ConfigError if a parameter of this shape cannot have this spec, for any axis sizes."""
     if not isinstance(spec, P):
-        raise ConfigError(
-            f"sharding of {name} is {spec!r}; it must be a jax.sharding.PartitionSpec, such as "
-            "P(None, 'tp')."
-        )
+        what = f"sharding of {name} is {spec!r}; it must be a jax.sharding.PartitionSpec"
+        raise ConfigError(f"{what}, such as P(None, 'tp').")
     names, num_dims = layout.sharded_over(spec), sum(map(bool, spec))
     if not {*names} <= {*mesh_axes.SHARD_AXES} or len({*names}) < len(names) or num_dims > 1:
         raise ConfigError(
@@ -268,10 +265,8 @@ def _check_spec(name: str, shape: tuple[int, ...], spec: Any) -> None:
             "in one dim: ppctl places the other axes. Use a spec such as P(None, 'tp')."
         )
     if len(spec) > len(shape):
-        raise ConfigError(
-            f"sharding of {name} is {spec}, with {len(spec)} dims, but the parameter has the shape "
-            f"{shape}."
-        )
+        what = f"sharding of {name} is {spec}, with {len(spec)} dims"
+        raise ConfigError(f"{what}, but the parameter has the shape {shape}.")
 
 
 @lru_cache(64)

@@ -73,10 +73,8 @@ def places_in(state: Tree, params: Tree) -> list[Place]:
             places.append(Place(above, None, "/".join(above)))
             continue
         owners = [i for i, count in enumerate(counts) for _ in range(count)]
-        lengths = [
-            len(names_of(path))
-            for path, _ in jax.tree.leaves_with_path(jax.tree.unflatten(treedef, numbers))
-        ]
+        numbered = jax.tree.leaves_with_path(jax.tree.unflatten(treedef, numbers))
+        lengths = [len(names_of(path)) for path, _ in numbered]
         for (below, _), i in zip(jax.tree.leaves_with_path(node), owners, strict=True):
             names = names_of(below)
             slot = "/".join((*above, *names[lengths[i] :]))

@@ -166,9 +166,9 @@ def _call_target(
         names = (WORDS.get(each, f"a {each.__module__}.{each.__qualname__}") for each in kinds)
         raise ConfigError(f"{key} returns {_kind(result)}, not {' or '.join(names)}.")
     if missing and isinstance(result, NEED_ALL):
+        what = f"{key} returns {_kind(result)}, but does not take {', '.join(missing)}"
         raise ConfigError(
-            f"{key} returns {_kind(result)}, but does not take {', '.join(missing)}, which would "
-            f"be ignored. Let it take {', '.join(given)} by name."
+            f"{what}, which would be ignored. Let it take {', '.join(given)} by name."
         )
     return result
 
@@ -232,8 +232,7 @@ def call_user_code(key: str, what: str, call: Callable[[], Any]) -> Any:
 
 def _error_text(error: Exception) -> str:
     """Return an error as text, with the last line of the user's code in its traceback."""
-    trace = traceback.extract_tb(error.__traceback__)
-    places = ((line.filename, line.lineno) for line in trace)
+    places = ((line.filename, line.lineno) for line in traceback.extract_tb(error.__traceback__))
     lines = [place for place in places if not (is_installed(place[0]) or "importlib" in place[0])]
     if isinstance(error, SyntaxError) and error.filename is not None:
         lines = [(error.filename, error.lineno)]

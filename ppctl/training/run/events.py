@@ -68,7 +68,5 @@ class Events:
             fault = fault_of_call(self._command, document)
             if fault is not None and not self._has_failed:
                 self._has_failed = True
-                self._note(
-                    f"note      run.on_event at {document['event']}: {fault}. Training goes on; "
-                    "later failures are not printed"
-                )
+                what = f"note      run.on_event at {document['event']}"
+                self._note(f"{what}: {fault}. Training goes on; later failures are not printed")

@@ -154,10 +154,9 @@ def _shared_directory(run_dir: Path) -> Path:
     seen = distributed.gather(str((directory / token).exists()))
     missing = [str(process) for process, each in enumerate(seen) if each != "True"]
     if missing:
-        raise _of_all(
-            f"run.dir={run_dir} is not the same directory on process 0 and on "
-            f"{', '.join(missing)}. Use a directory that all processes share."
-        )
+        what = f"run.dir={run_dir} is not the same directory on process 0 and on"
+        use = "Use a directory that all processes share."
+        raise _of_all(f"{what} {', '.join(missing)}. {use}")
     if distributed.is_lead():
         (directory / token).unlink()
     return directory

@@ -301,8 +301,7 @@ class ProfileWindow(ExitStack):
         """Start the trace."""
         with writing(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
-            recording = jax.profiler.trace(str(self.directory), create_perfetto_trace=True)
-            self.enter_context(recording)
+            self.enter_context(jax.profiler.trace(str(self.directory), create_perfetto_trace=True))
         self.is_open = True
 
     def end(self, finished: int) -> str:

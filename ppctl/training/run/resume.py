@@ -106,10 +106,8 @@ def _newest(job: TrainingJob, checkpoints: StoredCheckpoints) -> tuple[int, list
         what = f"run.resume=never, but there is a checkpoint of step {step} {where}"
         raise CheckpointError(f"{what}. Use run.resume=auto or another run.dir.")
     if step == 0:
-        raise CheckpointError(
-            f"{which} is an imported model. Train it into another run.dir, with "
-            f"run.start_from={run.dir}."
-        )
+        use = f"Train it into another run.dir, with run.start_from={run.dir}"
+        raise CheckpointError(f"{which} is an imported model. {use}.")
     if step > run.num_steps:
         what = f"{which} is past run.num_steps={run.num_steps}"
         raise CheckpointError(f"{what}. Use run.num_steps={step} or more, or another run.dir.")

@@ -28,7 +28,7 @@ class Watched:
         return all(a.is_ready() for a in arrays)
 
 
-class StepClock(AbstractContextManager):
+class StepClock(AbstractContextManager["StepClock"]):
     """Times of steps, in the order of dispatch. A context manager: its exit stops the thread.
 
     A step lasts from its dispatch or the previous step's end until its arrays are done. The thread

@@ -25,7 +25,7 @@ from ppctl.model.layer_inputs import LOSS
 from ppctl.model.stack import metric_means, number_of
 from ppctl.schedule.ir import Task
 from ppctl.schedule.scheduled_step import ScheduledStep
-from ppctl.training.pipeline.engines import step_programs
+from ppctl.training.pipeline.engines import step_programs as steps
 from ppctl.training.pipeline.engines.rank_states import STATE, GroupModel, RankStates
 from ppctl.training.pipeline.engines.step_plans import StepPlans
 from ppctl.training.pipeline.engines.train_states import PlacedBatches, States
@@ -158,29 +158,27 @@ class Mpmd:
 
     # steps
 
-    def compile(self, *, evaluate: bool) -> step_programs.Footprint:
+    def compile(self, *, evaluate: bool) -> steps.Footprint:
         step = self.walk(self.step_plan)
         if evaluate:
             self.walk("loss")
         state_and_batch = (sum(held.values()) for held in self._given_bytes)
         terms = zip(state_and_batch, step.peak_bytes, self.runtime.is_mine, strict=True)
-        return step_programs.Footprint(
+        return steps.Footprint(
             max(step.peak_bytes), tuple((a + b) * mine for a, b, mine in terms), ""
         )
 
-    def memory(
-        self, temporaries: step_programs.Temporaries | None = None
-    ) -> tuple[dict[str, int], ...]:
+    def memory(self, temporaries: steps.Temporaries | None = None) -> tuple[dict[str, int], ...]:
         (entries, kept), temps = self.plans.plan(self.step_plan), None
         if temporaries is not None:
             temps = [0 if e.program is None else temporaries(e.program) for e in entries]
         held = memory_breakdown(self.compiled, entries, self.given_shapes, kept, temps)
         pairs = zip(self._given_bytes, held, strict=True)
-        return tuple(step_programs.by_part(given | of_rank) for given, of_rank in pairs)
+        return tuple(steps.by_part(given | of_rank) for given, of_rank in pairs)
 
-    def programs(self) -> step_programs.StepPrograms:
+    def programs(self) -> steps.StepPrograms:
         entries, _ = self.plans.plan(self.step_plan)
-        return step_programs.dispatched_programs(self.compiled, entries, self.given_shapes)
+        return steps.dispatched_programs(self.compiled, entries, self.given_shapes)
 
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, Numbers]:
         return self.run_step(self.walk(self.step_plan), state, batch)
@@ -277,7 +275,7 @@ class PostValidated(Mpmd):
     def from_natural(self, state: Tree) -> Attempt:
         return Attempt(super().from_natural(state))
 
-    def compile(self, *, evaluate: bool) -> step_programs.Footprint:
+    def compile(self, *, evaluate: bool) -> steps.Footprint:
         footprint = super().compile(evaluate=evaluate)
         self.walk("redo")
         return footprint

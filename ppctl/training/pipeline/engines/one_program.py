@@ -21,7 +21,7 @@ from ppctl.executors.work.rank_bytes import RankSizes, rank_bytes
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.random_keys import SEED, key_of_seed, with_example_keys
 from ppctl.model.stack import shapes_like
-from ppctl.training.pipeline.engines import step_programs
+from ppctl.training.pipeline.engines import step_programs as steps
 from ppctl.training.pipeline.engines.train_states import PlacedBatches, States, shardings_of
 from ppctl.training.pipeline.optimizers import Optimizer, train_step
 
@@ -95,24 +95,20 @@ class OneProgram:
         """Return the train step lowered, ready to compile."""
         return self.trace_train_step().lower()
 
-    def compile(self, *, evaluate: bool) -> step_programs.Footprint:
+    def compile(self, *, evaluate: bool) -> steps.Footprint:
         """Compile the train step, and with `evaluate` the programs of `loss`."""
         self.compiled["step"] = step = self.compile_program(self.lower_train_step())
         if evaluate:
             lowered = jax.jit(self.loss_of).lower(self.states.staged["params"], self.batches.placed)
             self.compiled["loss"] = self.compile_program(lowered)
         ranks = self.states.layout.mesh.shape["pp"]
-        return step_programs.Footprint(
-            temp_bytes(step), (total_bytes(step),) * ranks, step.as_text() or ""
-        )
+        return steps.Footprint(temp_bytes(step), (total_bytes(step),) * ranks, step.as_text() or "")
 
     def compile_program(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         """Compile a lowered program with the compiler options of training."""
         return lowered.compile(dict(self.flags) or None)
 
-    def memory(
-        self, temporaries: step_programs.Temporaries | None = None
-    ) -> tuple[dict[str, int], ...]:
+    def memory(self, temporaries: steps.Temporaries | None = None) -> tuple[dict[str, int], ...]:
         """Return the bytes of one device by part, for each rank, from shapes.
 
         temporaries: gives the bytes of a program's temporaries. None: the compiled step's total
@@ -128,12 +124,12 @@ class OneProgram:
             of_rank["temporaries"] = max(0, rest)
         return (of_rank,) * self.states.layout.mesh.shape["pp"]
 
-    def programs(self) -> step_programs.StepPrograms:
+    def programs(self) -> steps.StepPrograms:
         """Return the traced programs of a step."""
         traced, mesh = self.trace_train_step(), self.states.layout.mesh.shape
         ranks, compiled = tuple(range(mesh["pp"])), lambda: self.compile_program(step.lowered)
-        step = step_programs.StepProgram("step", mesh, ranks, 1, traced, traced.lower, compiled)
-        return step_programs.StepPrograms([step], [])
+        step = steps.StepProgram("step", mesh, ranks, 1, traced, traced.lower, compiled)
+        return steps.StepPrograms([step], [])
 
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
         """Return (next state, metrics: "loss", attached losses, "grad_norm", and "lr" if known).
