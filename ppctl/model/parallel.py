@@ -162,6 +162,14 @@ def own_pieces(a: jax.Array, cp: int, dim: int) -> jax.Array:
     return jnp.concatenate([take(c), take(2 * cp - 1 - c)], dim)
 
 
+def whole_sequences(a: jax.Array, axes: StageAxes, num_tokens: int) -> jax.Array:
+    """Return whole sequences [B, num_tokens, ...] from each device's tokens: undo `own_tokens`."""
+    if axes.cp > 1:
+        first, second = jnp.split(jax.lax.all_gather(a, "cp"), 2, axis=2)
+        a = jnp.concatenate([*first, *second[::-1]], axis=1)
+    return a[:, :num_tokens]
+
+
 def on_first(value: jax.Array, axes: StageAxes) -> jax.Array:
     """Return the value on the first device along tp, else 0: a sum over tp then counts it once."""
     return jnp.where(jax.lax.axis_index("tp") == 0, value, 0) if axes.tp > 1 else value

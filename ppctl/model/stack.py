@@ -61,6 +61,9 @@ class DividedStack:
             With `parts`, the pipeline ranks also divide the sharded dims of embed_head.
         parts: The functions that replace embed and head if pipeline ranks divide the vocabulary
             (`axes.vocab_parts` above 0). None: the model does not support this.
+        outputs: (embed_head, x, targets) -> tree: the whole outputs (`StackOptions.outputs`) of the
+            examples, gathered from the devices of the stage, for metrics. None: a step has no
+            metrics.
     """
 
     embed: Callable[[Tree, Tree], jax.Array]
@@ -68,6 +71,7 @@ class DividedStack:
     head: Callable[[Tree, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
     sharding: Tree = None
     parts: VocabularyParts | None = None
+    outputs: Callable[[Tree, jax.Array, jax.Array], Tree] | None = None
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from ppctl.model.cross_entropy import (
     cross_entropy,
     first_id,
     logits,
+    own_logits,
     part_log_sums,
 )
 from ppctl.model.experts.expert_layer import (
@@ -43,7 +44,15 @@ from ppctl.model.layer_parts import BlockDropout, new_norm, normed, specs_over_t
 from ppctl.model.layer_reports import Updates
 from ppctl.model.lora import Lora, are_adapters, with_adapters
 from ppctl.model.packed_sequences import PADDING, Documents, num_rows, split_starts, with_starts
-from ppctl.model.parallel import WHOLE, StageAxes, gather, on_first, own_tokens, scatter
+from ppctl.model.parallel import (
+    WHOLE,
+    StageAxes,
+    gather,
+    on_first,
+    own_tokens,
+    scatter,
+    whole_sequences,
+)
 from ppctl.model.random_keys import drawing
 from ppctl.model.stack import DividedStack, Layers, Stack, StackOptions, Tree, VocabularyParts
 from ppctl.model.transformer_blocks import Block, new_block
@@ -199,7 +208,8 @@ class _Transformer:
             sharding = _sharding(params, axes, self.sizes)
         if axes.vocab_parts:
             parts = VocabularyParts(part.embed, part.part_sums, part.head)
-        return DividedStack(part.embed, part.layers(), part.head, sharding, parts)
+        functions = part.embed, part.layers(), part.head
+        return DividedStack(*functions, sharding, parts, part.whole_outputs)
 
     # layers
 
@@ -253,6 +263,15 @@ class _Transformer:
     def outputs(self, embed_head: Tree, x_BTD: jax.Array) -> jax.Array:
         logits_MV = logits(*self._normed(embed_head, x_BTD), self._head)
         return logits_MV.reshape(x_BTD.shape[0], -1, self.vocab_size)
+
+    def whole_outputs(self, embed_head: Tree, x_BTD: jax.Array, targets_BT: jax.Array) -> jax.Array:
+        """Return the logits [B, T, V], gathered from the devices of the stage."""
+        (x_MD, w), axes = self._normed(embed_head, x_BTD), self.axes
+        logits_MV, _ = own_logits(gather(x_MD, axes), w, self._head)
+        if axes.tp > 1:
+            logits_MV = jax.lax.all_gather(logits_MV, "tp", axis=1, tiled=True)
+        logits_BTV = logits_MV[:, : self.vocab_size].reshape(len(x_BTD), -1, self.vocab_size)
+        return whole_sequences(logits_BTV, axes, targets_BT.shape[1])
 
     def head(
         self, embed_head: Tree, x_BTD: jax.Array, targets_BT: jax.Array, *known: Any

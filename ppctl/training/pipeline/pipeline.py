@@ -150,8 +150,8 @@ class Pipeline:
             The next state, and metrics: "loss"; "grad_norm", before clipping; "lr" with an
             lr_schedule; each attached loss; with `StackOptions.updates` "counts": name -> counts
             [L, ...] over the global batch; and the `metrics` of `ppctl.pipeline`, from the step's
-            forwards. The latter are missing if tp, cp or vocab=parallel divides the head, because
-            no device has whole outputs; `evaluate` has them.
+            forwards. The latter are missing if vocab=parallel divides the head, because no rank has
+            whole outputs (or a custom `DividedStack` has no `outputs`); `evaluate` has them.
         """
         of_engine, placed = self._state_checks.checked(state), self.put(batch)
         if "step" not in self._done:

@@ -21,8 +21,9 @@ from ppctl.errors import ConfigError
 from ppctl.executors.compiler_options import compiled_quickly
 from ppctl.executors.programs_under_way import ProgramsUnderWay
 from ppctl.executors.reference import by_example, outputs_of, reference
+from ppctl.model.parallel import WHOLE, StageAxes
 from ppctl.model.random_keys import SEED, key_of_seed, names_key, with_example_keys, without_key
-from ppctl.model.stack import Stack, divisor, in_microbatches, init, num_examples
+from ppctl.model.stack import DividedStack, Stack, divisor, in_microbatches, init, num_examples
 from ppctl.training.pipeline.user_code import call_user_code
 
 Tree = Any
@@ -36,7 +37,8 @@ def with_metrics(
 ) -> Stack:
     """Return the model with a head that also sums metrics: see `ppctl.model.stack.divisor`.
 
-    It sums them like the number of losses, so their means are right for any schedule and mesh.
+    It sums them like the number of losses, so their means are right for any schedule and mesh. With
+    vocab=parallel no rank has whole outputs, so there are none.
     shapes: shapes of a batch. dtype: compute dtype. ConfigError for a wrong name, a model without
     outputs, or a metric that fails or does not return a value for each example.
     """
@@ -51,18 +53,34 @@ def with_metrics(
             what = f"metrics has {name!r}: {type(metric).__name__}"
             raise ConfigError(f"{what}. Give functions by names other than {', '.join(RESERVED)}.")
 
-    # 2. the head, checked on shapes
-    def head(embed_head: Tree, x: Array, targets: Array, key: Any = None) -> tuple[Array, Tree]:
-        given = {"key": key} if names_key(stack.head) else {}
-        loss, number = stack.head(embed_head, x, targets, **given)
-        found = outputs(*jax.lax.stop_gradient((embed_head, x)))
-        sums = {n: metric_sums(n, f, found, targets, dtype) for n, f in metrics.items()}
-        return loss, {"number": number} | sums
+    # 2. the head, and the head on one device of a divided stage
+    def with_sums(head: Callable[..., tuple], outputs: Callable[..., Tree], axes: StageAxes) -> Any:
+        """Return a head that also sums metrics; devices' sums are added, so only one has them."""
 
+        def of_head(embed_head: Tree, x: Array, targets: Array, key: Any = None) -> tuple:
+            given = {"key": key} if names_key(head) else {}
+            loss, number = head(embed_head, x, targets, **given)
+            found = outputs(*jax.lax.stop_gradient((embed_head, x)), targets)
+            sums = {n: metric_sums(n, f, found, targets, dtype) for n, f in metrics.items()}
+            for name in axes.divided:
+                is_first = jax.lax.axis_index(name) == 0
+                sums = jax.tree.map(lambda a, first=is_first: jnp.where(first, a, 0), sums)
+            return loss, {"number": number} | sums
+
+        return of_head if names_key(head) else without_key(of_head)
+
+    def divided(axes: StageAxes) -> DividedStack:
+        part = stack.options.divided(axes)  # pyright: ignore[reportOptionalCall] see below
+        if part.outputs is None or axes.vocab_parts:
+            return part
+        return replace(part, head=with_sums(part.head, part.outputs, axes))
+
+    # 3. the model, checked on shapes
+    counting = replace(stack, head=with_sums(stack.head, lambda e, x, _: outputs(e, x), WHOLE))
     embed_head = stack.param_shapes["embed_head"]
     x = jax.eval_shape(stack.outer[0], embed_head, shapes["inputs"])
-    jax.eval_shape(head, embed_head, x, shapes["targets"])
-    return replace(stack, head=head if names_key(stack.head) else without_key(head))
+    jax.eval_shape(counting.outer[1], embed_head, x, shapes["targets"])
+    return counting.with_options(divided=divided) if stack.options.divided else counting
 
 
 def metric_sums(
