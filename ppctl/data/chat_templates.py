@@ -115,11 +115,10 @@ def render(template: ChatTemplate, messages: Messages) -> Chat:
         before, _ = _rendered(template, messages[:number], add_generation_prompt=True)
         through, _ = _rendered(template, messages[: number + 1])
         if not (whole.startswith(through) and through.startswith(before)):
-            raise DataError(
-                f"the chat template's text of {number} messages is not the beginning of its text "
-                f"of {number + 1}, so the answer cannot be located. "
-                f"Use a template with {GENERATION} round answers."
-            )
+            of = f"of {number} messages is not the beginning of its text of {number + 1}"
+            remedy = f"Use a template with {GENERATION} round answers."
+            what = f"the chat template's text {of}, so the answer cannot be located"
+            raise DataError(f"{what}. {remedy}")
         answers.append((len(before), len(through)))
     return Chat(whole, tuple(answers))
 

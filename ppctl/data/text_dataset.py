@@ -36,10 +36,11 @@ def stdlib(*, tokenizer: str | None, end_token: str | None, cache_dir: str, **ho
     root = Path(sysconfig.get_paths()["stdlib"])
     files = files_below(root, _is_library)
     if not files:
-        raise DataError(
-            f"data=stdlib: {root} holds no Python sources (Python {version} has its library "
-            "zipped or compiled). Use data=text data.path=<a file or directory of text>."
+        why = (
+            f"{root} holds no Python sources (Python {version} has its library zipped or compiled)"
         )
+        remedy = "Use data=text data.path=<a file or directory of text>."
+        raise DataError(f"data=stdlib: {why}. {remedy}")
     by = load_tokenizer(tokenizer, end_token)
     source = Source(files, frozenset(files), Fields(), skips_broken=False)
     tokens = cached_tokens("stdlib", source, by, sys.version, cache_dir)

@@ -283,11 +283,9 @@ def check_ids(
             f"read as data.dtype={dtype})."
         )
     if vocab_size is not None and largest >= vocab_size:
-        raise DataError(
-            f"{source}: holds the id {largest}, not below {limit}. "
-            f"Use data.vocab_size={largest + 1}, or another data.dtype "
-            f"(a .bin is read as {dtype})."
-        )
+        remedy = f"Use data.vocab_size={largest + 1}, or another data.dtype"
+        what = f"{source}: holds the id {largest}, not below {limit}"
+        raise DataError(f"{what}. {remedy} (a .bin is read as {dtype}).")
     return largest
 
 
@@ -312,10 +310,9 @@ def open_tokens(path: Path, dtype: str, source: str) -> np.ndarray:
         remedy = f"Write the ids again with numpy.save, or use their type (data.dtype={dtype})."
         raise DataError(f"{source}: cannot be read ({reason}). {remedy}") from error
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise DataError(
-            f"{source}: holds {ids.dtype} of shape {ids.shape}, not a flat array of integers. "
-            "Write ids.reshape(-1) of an integer type with numpy.save."
-        )
+        remedy = "Write ids.reshape(-1) of an integer type with numpy.save."
+        what = f"{source}: holds {ids.dtype} of shape {ids.shape}, not a flat array of integers"
+        raise DataError(f"{what}. {remedy}")
     if not len(ids):
         raise DataError(f"{source}: holds no ids. Use a file with at least a batch of them.")
     return ids

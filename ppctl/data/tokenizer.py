@@ -86,10 +86,8 @@ def load_tokenizer(name: str | None, end_token: str | None) -> Tokenizer:
     """
     if name is None or name == BYTES:
         if end_token is not None:
-            raise DataError(
-                f"data.end_token={end_token}: data.tokenizer=bytes has no special tokens, and "
-                "ends documents with the byte 0. Leave it out."
-            )
+            what = "data.tokenizer=bytes has no special tokens, and ends documents with the byte 0"
+            raise DataError(f"data.end_token={end_token}: {what}. Leave it out.")
         return byte_tokenizer()
     folder, text = _read(name)
     settings = json_object(folder / SETTINGS)

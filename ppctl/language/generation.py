@@ -85,10 +85,9 @@ def decoder_of(model: LanguageModel, devices: Sequence[Any], num_positions: int)
         return transformer(model.architecture, dtype=model.dtype, mix=mix, rotate=rotate)
 
     if len(devices) > sizes.num_layers:
-        raise ConfigError(
-            f"--devices {len(devices)} are more than the model's {sizes.num_layers} layers, but "
-            f"each device needs at least one. Use {sizes.num_layers} or fewer."
-        )
+        what = f"--devices {len(devices)} are more than the model's {sizes.num_layers} layers"
+        remedy = f"Use {sizes.num_layers} or fewer."
+        raise ConfigError(f"{what}, but each device needs at least one. {remedy}")
     cached = sizes.attention_form.cached
     return Decoder(make, model.params, devices, num_positions, cached, model.dtype)
 

@@ -81,10 +81,8 @@ def _opened(path: Path) -> tuple[dict[str, Any], Tensors, dict[str, str], tuple[
     found = {name: f.contents() for name, f in fields if not name.startswith("tokenizer.ggml.")}
     kind = found.get("general.architecture")
     if kind not in ARCHITECTURES:
-        raise ConfigError(
-            f"{path} has the unsupported general.architecture={kind}. ppctl reads GGUF files of "
-            f"{', '.join(ARCHITECTURES)}."
-        )
+        known = f"ppctl reads GGUF files of {', '.join(ARCHITECTURES)}."
+        raise ConfigError(f"{path} has the unsupported general.architecture={kind}. {known}")
     names = {tensor.name: tensor for tensor in reader.tensors}
     if found.get(f"{kind}.rope.scaling.type", "none") != "none" or OF_ANGLES in names:
         what = f"{path} scales rotary positions"

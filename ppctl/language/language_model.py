@@ -150,11 +150,8 @@ class LanguageModel:
 
     @property
     def architecture(self) -> Architecture:
-        """The model's sizes and variants.
-
-        Experts have no capacity limit. With a limit, an expert drops tokens, and which ones it
-        drops depends on how a text is cut into pieces.
-        """
+        """The model's sizes and variants."""
+        # no capacity: which tokens an expert drops would depend on how a text is cut into pieces
         sizes, moe = self.transformer.architecture, replace(self.transformer.moe, capacity=None)
         return replace(sizes, moe=moe, vocab_size=self.vocab_size)
 
@@ -176,10 +173,9 @@ class LanguageModel:
             text = f"a text of {len(ids):,} tokens is longer than"
             raise ConfigError(f"{text} {what}. Use a shorter one.")
         if max(ids, default=0) >= self.vocab_size:
-            raise ConfigError(
-                f"the tokenizer of {self.directory} gives the token {max(ids)}, but the model has "
-                f"{self.vocab_size} tokens. Put the tokenizer of this model in the directory."
-            )
+            what = f"the tokenizer of {self.directory} gives the token {max(ids)}"
+            remedy = "Put the tokenizer of this model in the directory."
+            raise ConfigError(f"{what}, but the model has {self.vocab_size} tokens. {remedy}")
         return ids
 
     def encoded_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:

@@ -125,10 +125,9 @@ def open_safetensors(directory: Path) -> Tensors:
                 for name in opened.keys():  # noqa: SIM118 not a mapping
                     part = opened.get_slice(name)
                     if part.get_dtype() not in DTYPES:
-                        raise ConfigError(
-                            f"{name} in {file} is {part.get_dtype()}, but parameters are stored in "
-                            f"float32, which holds only {', '.join(DTYPES)} exactly."
-                        )
+                        why = f"float32, which holds only {', '.join(DTYPES)} exactly"
+                        what = f"{name} in {file} is {part.get_dtype()}"
+                        raise ConfigError(f"{what}, but parameters are stored in {why}.")
                     if name in places:
                         two = f"{name} is in {places[name].name} and {file.name} of {directory}"
                         raise ConfigError(f"{two}. Fetch all files of one model.")

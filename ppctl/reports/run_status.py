@@ -143,8 +143,8 @@ def is_held(path: Path) -> bool:
 def _seems_held(path: Path, *, has_lock: bool) -> bool:
     """Return whether another process seems to record the run, by a start without an end.
 
-    has_lock: whether this process has got the lock; if the run's process had it, too, that process
-    is gone. Otherwise a local process decides, and of another machine the time of the newest file.
+    has_lock: of this process: a run's process that had it, too, is gone. Otherwise a local process
+    decides, and of another machine the time of the newest file.
     """
     line = _open_start(path)
     if line is None or (has_lock and line.get("is_locked") is not False):
