@@ -132,10 +132,7 @@ def _backward_kind(schedule: Schedule) -> str:
 
 
 def _chain_s(schedule: Schedule, costs: Costs, kinds: tuple[str, ...]) -> list[float]:
-    """Return, for each stage, the seconds of one microbatch in all earlier stages.
-
-    Counted are the tasks of `kinds` and, after each of them, the transfer if it crosses ranks.
-    """
+    """Return the seconds of a microbatch's `kinds`, transfers included, before each stage."""
     total_s, chain_s = 0.0, [0.0]
     for stage in range(schedule.num_stages - 1):
         crosses = schedule.rank_of[stage] != schedule.rank_of[stage + 1]

@@ -131,9 +131,9 @@ def test_simulated_devices_run_a_rank_at_once_on_separate_values(monkeypatch):
         assert {shard.data.shape for shard in value.addressable_shards} == {value.shape}
     program = next(iter(rank.programs.values()))
     assert "all-" not in program.as_text()  # they send nothing
-    clock = iter([1.0, 7.0])
+    clock = iter([0.0, 0.0, 1.0, 7.0])
     monkeypatch.setattr(time, "process_time", lambda: next(clock))
-    assert on.timed(lambda: None).cpu_s == 3.0  # seconds of one of them
+    assert on.timed(lambda: None, 1).cpu_s == 3.0  # seconds of one of them
 
 
 def test_cpu_seconds_that_all_ranks_at_work_share_are_more_for_few():

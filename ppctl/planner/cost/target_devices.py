@@ -137,10 +137,7 @@ class Target:
         return DeviceLimit(stated // self.number, f"this machine's memory{shared}")
 
     def _limit_of(self, hardware: Hardware, *, here: bool) -> DeviceLimit | None:
-        """Return the usable memory of described hardware; for a GPU, the part that JAX reserves.
-
-        here: see `memory_share`. None: the description states no memory.
-        """
+        """Return the memory of described hardware (of a GPU: what JAX reserves); None: unknown."""
         if hardware.memory_gib is None:
             return None
         name, gib = f"hardware={hardware.name}", hardware.memory_gib

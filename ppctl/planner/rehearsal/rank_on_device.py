@@ -58,9 +58,9 @@ class Replicas:
         each = jax.shard_map(function, mesh=self.mesh, in_specs=P(), out_specs=P(), check_vma=False)
         return jax.jit(each, in_shardings=self.sharding, donate_argnums=donated).lower(*args)
 
-    def timed(self, call: Callable[[], Tree]) -> Timing:
-        """Return the wall-clock seconds of a call on all devices, and CPU seconds per device."""
-        _, (wall_s, cpu_s) = timed(call)
+    def timed(self, call: Callable[[], Tree], runs: int) -> Timing:
+        """Return the median time of `runs` calls on all devices after a first one, CPU a device."""
+        wall_s, cpu_s = median([timed(call)[1] for _ in range(runs + 1)][1:])
         return Timing(wall_s, cpu_s / self.number)
 
 
@@ -149,8 +149,7 @@ class RankOnDevice:
                 before_s = 0.0
             return written
 
-        self._run()
-        tasks = median([self.on.timed(self._run) for _ in range(runs)])
+        tasks = self.on.timed(self._run, runs)
         self._run(watched)
         alone = {which: statistics.median(seconds) for which, seconds in by_task.items()}
         longer = tasks.wall_s / sum(alone[which] * len(by_task[which]) for which in alone)
@@ -205,8 +204,7 @@ class RankOnDevice:
     def _filled(self, key: Key, shape: Tree) -> Tree:
         if value_kind(key[0]).form == "number":
             return self.on.put(jnp.int32(key[-1]))
-        is_weight = key[0] in ("w", "embed_head")
-        return self.on.put((random_like if is_weight else zeros_like)(shape))
+        return self.on.put((random_like if key[0] in ("w", "embed_head") else zeros_like)(shape))
 
     def _compiled(self, given: dict[Key, Tree]) -> dict[ProgramId, jax.stages.Compiled]:
         # 1. lower in order: later tasks read the shapes of earlier results
@@ -250,7 +248,7 @@ def time_update(job: TrainingJob, part: RankPart, runs: int, on: Replicas) -> Ti
         nonlocal values
         values = jax.block_until_ready(program(*values))
 
-    return median([on.timed(run) for _ in range(runs + 1)][1:])
+    return on.timed(run, runs)
 
 
 def time_in_ticks(
@@ -265,7 +263,7 @@ def time_in_ticks(
     arguments = on.put((params, dict(batch), *of_rank))
     function = alone(spmd_of_rank(model, pipe.layout, pipe.ticks), model.axes)
     program = on.lowered(function, arguments).compile(dict(pipe.execution.xla_flags))
-    return median([on.timed(lambda: program(*arguments)) for _ in range(runs + 1)][1:])
+    return on.timed(lambda: program(*arguments), runs)
 
 
 def staged_layers(model: Model, here: RankRole) -> Tree:

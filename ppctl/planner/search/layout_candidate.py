@@ -268,10 +268,7 @@ def _built(key: Key) -> Schedule:
 
 @cache
 def _in_ticks(key: Key, remat: Remat, trained: float) -> tuple[Counted, Mapping[str, int]]:
-    """Return the phases of a schedule's ticks, and the number of slots on a rank, by name.
-
-    trained: the trained share of the layers' weights, 0..1.
-    """
+    """Return the phases of a schedule's ticks, and the number of slots on a rank, by name."""
     schedule = _built(key)
     packing = fastest(packings(schedule), task_costs(remat, trained), key[3])
     return packing.counted, in_shape(schedule, packing, remat).num_slots

@@ -304,10 +304,7 @@ def _add_fitting(
     plan: Callable[[Candidate], Row],
     number: int,
 ) -> None:
-    """Add the first `number` layouts whose predictions fit to `rows`.
-
-    A layout has the improved partition (`LayoutSearch.improved`) if this fits.
-    """
+    """Add the first `number` layouts that fit, with the improved partition if this fits too."""
     for candidate in candidates:
         for partitioned in dict.fromkeys((search.improved(candidate), candidate)):
             row = plan(partitioned)

@@ -9,14 +9,7 @@ from ppctl.planner.cost.request_text import sizes_text
 from ppctl.planner.search.layout_candidate import Candidate
 from ppctl.planner.search.tune_layouts import Row, Tuned
 from ppctl.planner.search.tuned_files import command_of
-from ppctl.reports.terminal_output import (
-    OutputConsole,
-    seconds_text,
-    show_json,
-    show_lines,
-    show_table,
-    size_text,
-)
+from ppctl.reports import terminal_output as terminal
 from ppctl.schedule.mesh_axes import mesh_text
 from ppctl.schedule.partition.partition import LETTERS, layout_text
 from ppctl.training.pipeline.mfu import mfu
@@ -28,25 +21,27 @@ LEAST = ("per-step overhead", "bubble ideal", "tok/s", "bubble predicted", "MFU"
 def show_tuned(tuned: Tuned, *, as_json: bool) -> None:
     """Print the layouts, best first, as lines and a table or as JSON."""
     if as_json:
-        show_json(document(tuned))
+        terminal.show_json(document(tuned))
         return
-    console, best = OutputConsole(), tuned.found.best
-    show_lines(console, *_before(tuned))
+    console, best = terminal.OutputConsole(), tuned.found.best
+    terminal.show_lines(console, *_before(tuned))
     if not best:
         return
     longest_s = max(row.measured_s or row.step_s for row in best)
     rows = [cells_of(tuned, i, row, longest_s) for i, row in enumerate(best, start=1)]
     title = "the fastest layouts, as predicted for the hardware"
-    show_table(console, title, [*rows[0]], [[*row.values()] for row in rows], LEAST)
+    terminal.show_table(console, title, [*rows[0]], [[*row.values()] for row in rows], LEAST)
     if not all(row.layout.is_even for row in best):
         print(f"stages as partition.layers takes them: {LETTERS}")
-    show_lines(console, *_after(tuned))
+    terminal.show_lines(console, *_after(tuned))
 
 
 def _before(tuned: Tuned) -> Iterator[str]:
     """Yield the lines above the table: the numbers of layouts, and a remedy if no layout fits."""
     found, limit = tuned.found, tuned.limit
-    limit_text = "" if limit is None else f" of {size_text(limit.size_bytes)} each ({limit.source})"
+    limit_text = (
+        "" if limit is None else f" of {terminal.size_text(limit.size_bytes)} each ({limit.source})"
+    )
     yield f"{tuned.model}, {sizes_text(tuned.dtype, tuned.batch_size, tuned.seq_len)}"
     yield (
         f"{found.num_layouts:,} layouts for {tuned.devices}{limit_text}: {found.num_too_large:,} "
@@ -64,7 +59,7 @@ def _before(tuned: Tuned) -> Iterator[str]:
     elif not found.best:
         least = ""
         if found.smallest_bytes is not None:
-            least = f": each needs {size_text(found.smallest_bytes)} a device or more"
+            least = f": each needs {terminal.size_text(found.smallest_bytes)} a device or more"
         yield f"no layout fits{least}. Use more devices (tune.devices), or a smaller model."
 
 
@@ -89,14 +84,14 @@ def cells_of(tuned: Tuned, number: int, row: Row, longest_s: float) -> dict[str,
         "microbatches": str(layout.num_microbatches),
         "remat": layout.remat,
         "stages": "even" if layout.is_even else layout_text(layout.partition),
-        "step": seconds_text(row.step_s, longest_s),
+        "step": terminal.seconds_text(row.step_s, longest_s),
     }
 
     # 2. speeds, measured if any were
     are_measured = tuned.found.best[0].measured_s is not None
     s = row.measured_s if are_measured else row.step_s
     if are_measured:
-        cells["measured"] = "" if s is None else seconds_text(s, longest_s)
+        cells["measured"] = "" if s is None else terminal.seconds_text(s, longest_s)
     if tuned.batch_tokens is not None:
         cells["tok/s"] = "" if s is None else f"{tuned.batch_tokens / s:,.0f}"
     if tuned.peak_flops is not None and tuned.step_flops is not None:
@@ -110,7 +105,7 @@ def cells_of(tuned: Tuned, number: int, row: Row, longest_s: float) -> dict[str,
     overhead_s = plan.overhead_s or 0.0
     return cells | {
         "per-step overhead": f"{overhead_s / row.step_s:.1%}",
-        "memory": size_text(row.total_bytes),
+        "memory": terminal.size_text(row.total_bytes),
     }
 
 
@@ -212,22 +207,19 @@ def show_numbers(
     if as_json:
         numbers = [{"num_devices": n, **document(tuned)} for n, tuned in found.items()]
         path = None if recipe is None else str(recipe)
-        show_json({"chosen": chosen, "recipe": path, "numbers": numbers})
+        terminal.show_json({"chosen": chosen, "recipe": path, "numbers": numbers})
         return
-    console = OutputConsole()
+    console = terminal.OutputConsole()
     fits = {number: tuned for number, tuned in found.items() if tuned.found.best}
     if fits:
         rows = [_row(number, tuned, fits) for number, tuned in fits.items()]
         title = "the fastest layout for each number of devices"
-        show_table(console, title, [*rows[0]], [[*row.values()] for row in rows], LEAST)
-    show_lines(console, *_lines(found, fits, chosen, days, recipe))
+        terminal.show_table(console, title, [*rows[0]], [[*row.values()] for row in rows], LEAST)
+    terminal.show_lines(console, *_lines(found, fits, chosen, days, recipe))
 
 
 def _row(number: int, tuned: Tuned, fits: Numbers) -> dict[str, str]:
-    """Return the cells of the best layout for a number of devices, by column.
-
-    fits: the results with a layout that fits; the smallest number is the base of percentages.
-    """
+    """Return the cells of a number's best layout, by column; 100% is the smallest number."""
     fewest = min(fits)
     per_device = fewest * _step_s(fits[fewest]) / (number * _step_s(tuned))
     cells = cells_of(tuned, number, tuned.found.best[0], _step_s(fits[fewest]))

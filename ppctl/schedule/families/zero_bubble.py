@@ -76,10 +76,7 @@ def _zb_v_steps(r: int, num_ranks: int, num_microbatches: int) -> tuple[Task, ..
 
 
 def _priority(ranks: tuple[tuple[Task, ...], ...], num_microbatches: int) -> list[list[list[int]]]:
-    """Return priority[rank][line][microbatch] for `squeezed`: each task's index in its program.
-
-    Lines: F down, F up, I up, I down.
-    """
+    """Return priority[rank][line][microbatch] for `squeezed`: each task's index in its program."""
     found: list[list[list[int]]] = []
     for r, tasks in enumerate(ranks):
         step = {task: t for t, task in enumerate(tasks)}

@@ -3,7 +3,7 @@
 Standard library only. Distance of the results from the optimum: docs/derivations.md.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate
 from statistics import median_low
@@ -121,19 +121,14 @@ def _promising_first(sizes: list[int]) -> list[tuple[int, int]]:
     >>> (1, 2) in _promising_first([2, 2, 3, 2])[-2:]
     True
     """
-    usual, ends = median_low(sizes), (0, len(sizes) - 1)
+    usual, ends, number = median_low(sizes), (0, len(sizes) - 1), len(sizes)
 
     def is_usual(move: tuple[int, int]) -> bool:
         source, target = move
         unusual = sizes[source] > usual or sizes[target] < usual or source in ends or target in ends
         return not unusual
 
-    return sorted(_moves(len(sizes)), key=is_usual)
-
-
-def _moves(num_stages: int) -> Iterator[tuple[int, int]]:
-    """Yield the (source, target) stages of all moves, the nearest stages first."""
-    for distance in range(1, num_stages):
-        for low in range(num_stages - distance):
-            yield low, low + distance
-            yield low + distance, low
+    # the nearest stages first
+    pairs = ((low, low + by) for by in range(1, number) for low in range(number - by))
+    moves = (move for low, high in pairs for move in ((low, high), (high, low)))
+    return sorted(moves, key=is_usual)

@@ -229,10 +229,7 @@ def ranks_text(rank_of: Sequence[int]) -> str:
 
 
 def _written_out(text: str, shown: str) -> str:
-    """Return a layout text with repetitions expanded, without commas and blanks.
-
-    shown: the setting with its value, for errors.
-    """
+    """Return a layout text with repetitions expanded, without commas and blanks."""
     text, at, written = re.sub(r"[,\s]", "", text), 0, ""
     while at < len(text):
         term = _TERM.match(text, at)
@@ -254,10 +251,7 @@ def _written_out(text: str, shown: str) -> str:
 
 
 def _count(stage: str, s: int, last: int, shown: str) -> int:
-    """Return the number of layers in a stage's text. ConfigError for misplaced or other letters.
-
-    s: index of the stage. last: index of the last stage. shown: the setting, for errors.
-    """
+    """Return the number of layers in a stage's text. ConfigError for misplaced or other letters."""
     starts, ends = "E" * (s == 0), "L" * (s == last)
     if re.fullmatch(f"{starts}t*{ends}", stage) is None:
         needs = ["start with E (embedding)"] * (s == 0) + ["end with L (loss)"] * (s == last)

@@ -114,10 +114,7 @@ def climb(jobs: Jobs, orders: Orders, cap: int, budget: int) -> tuple[float, Ord
 def _first_better(
     jobs: Jobs, orders: Orders, run: TimedOrders, cap: int, until: int, choose: random.Random
 ) -> tuple[TimedOrders, Orders] | None:
-    """Return (times, orders) after the first move that shortens the step.
-
-    None if no move does, or once jobs.spent >= until.
-    """
+    """Return (times, orders) of the first move that shortens the step; None: no move, no budget."""
     # 1. pairs of neighbours on the critical path
     limit_s = run.makespan_s * (1 - LEAST_GAIN)
     step = [0] * len(jobs.tasks)
