@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import add
 
-from ppctl.schedule.costs import OF_STAGES, Costs, OfStages
+from ppctl.schedule.costs import OF_STAGES, Costs, OfStages, OpTimes, costs_of_stages
 from ppctl.schedule.engine_traits import padded_layers
 from ppctl.schedule.ir import KINDS, Schedule
 from ppctl.schedule.partition.partition import Partition, stage_costs
-from ppctl.schedule.piece_times import OpTimes, costs_of_stages
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,7 @@ class LayerCosts:
     rank of each stage to a partition; may raise ConfigError. keeps_input, split: see
     `costs_of_stages`.
 
-    >>> from ppctl.schedule.piece_times import FREE, PieceTimes
+    >>> from ppctl.schedule.costs import FREE, PieceTimes
     >>> times = OpTimes(FREE, PieceTimes(1.0, 1.0, 1.0), PieceTimes(2.0, 0.0, 0.0))
     >>> LayerCosts(None, times, lambda _: (range(2),) * 2).on((0, 1)).costs.forward_s
     (2.0, 4.0)

@@ -133,11 +133,15 @@ class _RankSlots:
         self.act = [stage * number for stage in range(num_stages)]
         self.grad = [(num_stages + stage) * number for stage in range(num_stages)]
         self.at = {kind: task_columns(program, kind) for kind in KINDS}
-        self.facts = {
-            (stage, kind): self._facts(schedule, stage, kind)
-            for stage in range(num_stages)
-            for kind in KINDS
-        }
+        # the (column, value) pairs that all microbatches of a stage and kind share
+        self.facts = dict[Part, list[tuple[int, int]]]()
+        for stage, kind in product(range(num_stages), KINDS):
+            at, is_last = self.at[kind], stage == self.last
+            is_run = int(not (kind == "F" and is_last and self.leaves_last))
+            first = at["kind"], 1 + KINDS.index(kind) if self.is_op else is_run
+            chunk = at["chunk"], schedule.chunk_of[stage]
+            ends = (at["first"], int(stage == 0)), (at["last"], int(is_last))
+            self.facts[stage, kind] = [first, chunk, *ends]
         self.sent = self._sent(schedule)
 
     def use(self, rank: int, task: Task, line: list[int]) -> None:
@@ -168,17 +172,6 @@ class _RankSlots:
             line[at["grad"]] = grads.drop(value)
         elif is_forward and stage == self.last and self.head_in_forward and not self.is_op:
             line[at["grad"]] = grads.put(value)
-
-    def _facts(self, schedule: Schedule, stage: int, kind: Kind) -> list[tuple[int, int]]:
-        """Return the (column, value) pairs that all microbatches of a stage and kind share."""
-        at = self.at[kind]
-        is_run = int(not (kind == "F" and stage == self.last and self.leaves_last))
-        return [
-            (at["kind"], 1 + KINDS.index(kind) if self.is_op else is_run),
-            (at["chunk"], schedule.chunk_of[stage]),
-            (at["first"], int(stage == 0)),
-            (at["last"], int(stage == self.last)),
-        ]
 
     def _sent(self, schedule: Schedule) -> dict[Part, tuple[int, int, list[Slots], int]]:
         """Return (receiving rank, arrival column, slots, microbatch 0's value) of each output."""

@@ -19,7 +19,7 @@ import optax
 
 import ppctl
 from ppctl.executors.stage.jaxpr_flops import relative_costs
-from ppctl.schedule.piece_times import OpTimes, PieceTimes, costs_of_stages
+from ppctl.schedule.costs import OpTimes, PieceTimes, costs_of_stages
 from ppctl.schedule.simulator import simulate
 
 MODEL = {"num_layers": 16, "d_model": 256, "num_heads": 4, "activation": "swiglu"}

@@ -17,8 +17,8 @@ from ppctl.executors.work.planned_step import Machine, PlannedLayout
 from ppctl.executors.work.roofline import Link, ModelWork, Op, PieceWork, Speed
 from ppctl.planner.cost import step_time as counting
 from ppctl.planner.cost.step_time import op_times
+from ppctl.schedule.costs import LayerGathers, OpTimes, PieceTimes
 from ppctl.schedule.mesh_axes import MeshSizes
-from ppctl.schedule.piece_times import LayerGathers, OpTimes, PieceTimes
 
 NEAR, FAR = Link(0.001, 100.0), Link(0.01, 10.0)
 MACHINE = Machine(Speed(1000.0, 50.0), NEAR, FAR, host_devices=8, task_s=0.25)

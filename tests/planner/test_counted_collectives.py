@@ -16,8 +16,8 @@ from ppctl.executors.work.planned_step import Machine, PlannedLayout
 from ppctl.executors.work.roofline import Link, ModelWork, PieceWork, Speed
 from ppctl.model.stack import init
 from ppctl.planner.cost.step_time import op_times, overhead_s
+from ppctl.schedule.costs import costs_of_stages
 from ppctl.schedule.mesh_axes import MeshSizes
-from ppctl.schedule.piece_times import costs_of_stages
 
 LINK = Link(latency_s=0.0, bytes_per_s=3.0)
 MACHINE = Machine(

@@ -22,10 +22,10 @@ from ppctl.planner.search.layout_search import LayoutSearch, SearchProgress, asc
 from ppctl.planner.search.layout_space import Space
 from ppctl.planner.search.tune_layouts import Row, planned_layouts
 from ppctl.schedule import placement_costs
+from ppctl.schedule.costs import costs_of_stages
 from ppctl.schedule.engine_traits import BY_TASKS, IN_TICKS
 from ppctl.schedule.families.registry import FAMILIES, build
 from ppctl.schedule.mesh_axes import STAGE_AXES, MeshSizes
-from ppctl.schedule.piece_times import costs_of_stages
 from ppctl.schedule.remat import Remat
 
 EPSILON = 1 + 1e-9

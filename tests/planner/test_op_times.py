@@ -10,8 +10,8 @@ from math import inf
 import pytest
 
 from ppctl.planner.cost.step_time import step_time
+from ppctl.schedule.costs import OpTimes, PieceTimes, costs_of_stages
 from ppctl.schedule.families.registry import FAMILIES, ON_RING, build
-from ppctl.schedule.piece_times import OpTimes, PieceTimes, costs_of_stages
 from ppctl.schedule.simulator import simulate
 from ppctl.schedule.tick_lowering import ticks
 

@@ -31,10 +31,10 @@ from benchmarks.published.step import chosen, memory_gib
 from ppctl.errors import ConfigError
 from ppctl.planner.cost.step_time import step_time
 from ppctl.planner.search.layout_search import MOST_SIMULATIONS
+from ppctl.schedule.costs import OpTimes, PieceTimes, costs_of_stages
 from ppctl.schedule.families.registry import build
 from ppctl.schedule.partition.cut_layers import divided_evenly, improved
 from ppctl.schedule.partition.partition import explicit, layout_text
-from ppctl.schedule.piece_times import OpTimes, PieceTimes, costs_of_stages
 
 ROOT = Path(__file__).resolve().parents[2]
 GIVEN = json.loads(DATA.read_text())

@@ -8,9 +8,9 @@ from math import inf
 import pytest
 
 from ppctl.planner.cost import step_time as timing
+from ppctl.schedule.costs import OpTimes, PieceTimes, costs_of_stages
 from ppctl.schedule.families.registry import FAMILIES, ON_RING, build
 from ppctl.schedule.ir import Task, reads, writes
-from ppctl.schedule.piece_times import OpTimes, PieceTimes, costs_of_stages
 from ppctl.schedule.scheduled_step import ScheduledStep
 from ppctl.schedule.simulator import simulate
 from ppctl.schedule.tick_lowering import ticks

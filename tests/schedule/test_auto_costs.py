@@ -11,14 +11,13 @@ from support.all_families import REAL, UNIT
 from support.orders import orders_of
 
 from ppctl.errors import ConfigError, ScheduleError
-from ppctl.schedule.costs import Costs
+from ppctl.schedule.costs import FREE, Costs, OpTimes, PieceTimes
 from ppctl.schedule.execution_order import Jobs
 from ppctl.schedule.families.registry import build
 from ppctl.schedule.families.stage_placement import loop
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.lower_bounds import bound_under_cap_s, makespan_bound_s
 from ppctl.schedule.partition.partition import balanced, explicit, uniform
-from ppctl.schedule.piece_times import FREE, OpTimes, PieceTimes
 from ppctl.schedule.placement_costs import LayerBytes, LayerCosts, Ledger, Placed, peak_activations
 from ppctl.schedule.search.auto_search import choose, published
 from ppctl.schedule.simulator import simulate

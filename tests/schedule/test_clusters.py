@@ -7,7 +7,7 @@ from math import inf
 import pytest
 
 from ppctl.errors import ConfigError
-from ppctl.schedule.partition.contiguous_parts import clusters
+from ppctl.schedule.partition.cut_layers import clusters
 
 
 def best_of_all(costs, crossing, count, tolerance):

@@ -27,7 +27,7 @@ from ppctl.executors.stage.jaxpr_tools import (
     retraced,
 )
 from ppctl.model.network import MARK
-from ppctl.schedule.partition.contiguous_parts import clusters
+from ppctl.schedule.partition.cut_layers import clusters
 
 Tree = Any
 Shape = jax.ShapeDtypeStruct

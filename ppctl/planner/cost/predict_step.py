@@ -20,11 +20,10 @@ from ppctl.executors.work.planned_step import Step
 from ppctl.executors.work.rank_bytes import reference_bytes, task_bytes, workspace_bytes
 from ppctl.planner.cost.step_time import StepTime, op_times, step_time
 from ppctl.planner.cost.target_devices import DeviceLimit, Target
-from ppctl.schedule.costs import Costs
+from ppctl.schedule.costs import Costs, OpTimes, costs_of_stages
 from ppctl.schedule.families.registry import BASELINE, build
 from ppctl.schedule.ir import MOST_TASKS, PART_KINDS
 from ppctl.schedule.partition.partition import stage_costs
-from ppctl.schedule.piece_times import OpTimes, costs_of_stages
 from ppctl.schedule.simulator import Timeline
 from ppctl.training.pipeline.job import TrainingJob
 from ppctl.training.pipeline.known_hardware import described_only, known

@@ -8,11 +8,10 @@ from math import inf
 
 from ppctl.executors.work.planned_step import Step
 from ppctl.executors.work.roofline import Op, PieceWork
-from ppctl.schedule.costs import Costs
+from ppctl.schedule.costs import Costs, LayerGathers, OpTimes, PieceTimes
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.lockstep_ticks import Counted, rows_s
 from ppctl.schedule.lower_bounds import rank_work_s
-from ppctl.schedule.piece_times import LayerGathers, OpTimes, PieceTimes
 from ppctl.schedule.simulator import free_running, together_s
 
 

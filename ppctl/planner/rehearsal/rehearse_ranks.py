@@ -33,9 +33,8 @@ from ppctl.planner.rehearsal.rank_on_device import (
     time_update,
 )
 from ppctl.planner.rehearsal.timed_runs import examples_of_device
-from ppctl.schedule.costs import OF_PARTS, Costs
+from ppctl.schedule.costs import OF_PARTS, Costs, OpTimes, PieceTimes
 from ppctl.schedule.ir import PART_KINDS, Kind
-from ppctl.schedule.piece_times import OpTimes, PieceTimes
 from ppctl.schedule.simulator import Timeline
 from ppctl.training.pipeline.jax_start import simulate
 from ppctl.training.pipeline.job import TrainingJob, assemble, unit_of_work

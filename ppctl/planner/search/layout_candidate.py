@@ -24,7 +24,7 @@ from ppctl.executors.work.rank_bytes import (
 from ppctl.planner.cost.step_time import StepTime, op_times, step_time
 from ppctl.planner.search.layout_space import Bounds
 from ppctl.schedule import placement_costs
-from ppctl.schedule.costs import OF_STAGES, task_costs
+from ppctl.schedule.costs import OF_STAGES, OpTimes, task_costs
 from ppctl.schedule.families.registry import FAMILIES
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.lockstep_ticks import Counted
@@ -32,7 +32,6 @@ from ppctl.schedule.lower_bounds import makespan_bound_s
 from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.schedule.partition.cut_layers import divided_evenly as divided
 from ppctl.schedule.partition.partition import explicit
-from ppctl.schedule.piece_times import OpTimes
 from ppctl.schedule.placement_costs import LayerCosts
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.tick_lowering import fastest, in_shape, packings

@@ -8,10 +8,10 @@ from itertools import product
 from ppctl.executors.work.planned_step import Microbatch, Step
 from ppctl.executors.work.rank_bytes import rank_bytes, sizes_of
 from ppctl.planner.cost.step_time import op_times
+from ppctl.schedule.costs import OpTimes
 from ppctl.schedule.engine_traits import IN_TICKS, EngineTraits
 from ppctl.schedule.families.registry import BASELINE, FAMILIES
 from ppctl.schedule.mesh_axes import DATA_AXES, MeshSizes
-from ppctl.schedule.piece_times import OpTimes
 from ppctl.schedule.remat import Remat
 
 # families in the order that decides between equal layouts

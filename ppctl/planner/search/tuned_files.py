@@ -88,10 +88,8 @@ def _recipe(path: Path, config: Config, step_s: float, measured_s: float | None)
     is_stated = config.hardware != Config().hardware
     parts = {part: getattr(config, part) for part in (*CHOSEN, *["hardware"] * is_stated)}
     names = {part: each.name for part, each in parts.items() if part != "mesh"}
-    names = {
-        part: names.get(part, "x".join(map(str, positional(vars(config.mesh))))) for part in parts
-    }
-    document: dict[str, Any] = {"defaults": [{f"override /{k}": name} for k, name in names.items()]}
+    names["mesh"] = "x".join(map(str, positional(vars(config.mesh))))
+    document: dict[str, Any] = {"defaults": [{f"override /{part}": names[part]} for part in parts]}
     settings = {part: _settings(each) for part, each in parts.items()}
     document |= {part: found for part, found in settings.items() if found}
     # a default run.name becomes the recipe's name; a default run.dir follows from the name

@@ -19,9 +19,9 @@ from ppctl.executors.work.rank_bytes import RankShare, layer_bytes, rank_bytes, 
 from ppctl.executors.work.task_flops import work_of
 from ppctl.model.stack import Stack
 from ppctl.model.trainable_parameters import trained_part
+from ppctl.schedule.costs import OpTimes, PieceTimes
 from ppctl.schedule.engine_traits import IN_TICKS
 from ppctl.schedule.partition.partition import Partition
-from ppctl.schedule.piece_times import OpTimes, PieceTimes
 from ppctl.schedule.placement_costs import LayerBytes, LayerCosts
 from ppctl.schedule.tick_lowering import Ticks
 from ppctl.training.pipeline.engines.train_states import States

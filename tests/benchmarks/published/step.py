@@ -21,11 +21,10 @@ from ppctl.planner.cost import step_time as timing
 from ppctl.planner.cost.step_time import StepTime
 from ppctl.planner.cost.target_devices import speed_of
 from ppctl.planner.search.layout_candidate import along, shorter
-from ppctl.schedule.costs import Costs
+from ppctl.schedule.costs import Costs, OpTimes, PieceTimes, costs_of_stages
 from ppctl.schedule.families.registry import BASELINE, FAMILIES
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.mesh_axes import COPY_AXES, MeshSizes
-from ppctl.schedule.piece_times import OpTimes, PieceTimes, costs_of_stages
 from ppctl.schedule.placement_costs import peak_activations
 from ppctl.schedule.remat import Remat
 
