@@ -3,7 +3,7 @@
 The dependency rule of `ir` is the same for every microbatch, so it is evaluated once for each stage
 and kind, and the walk runs on integers. It takes a fraction of a second for 131,072 tasks; a search
 times thousands of orders of one schedule. In `ChoosingRanks` ranks choose their next tasks instead.
-Two other walks cannot use this one: `pack` counts ticks, and `free_running` slows ranks down.
+`free_running` cannot use either of them, since it slows ranks down.
 """
 
 from __future__ import annotations

@@ -103,16 +103,6 @@ def peak_of_1f1b(s: FormulaInputs) -> float:
     return min(s.m, s.p)
 
 
-def require_at_least(name: str, what: str, value: int, least: int) -> None:
-    """Raise ScheduleError if `value` is below `least`.
-
-    name: schedule family. what: name of the knob or size that has this value.
-    """
-    if value < least:
-        use = f"Use {what}={least} or more."
-        raise ScheduleError(f"{what}={value} is below {least} ({name}). {use}")
-
-
 def require_multiple_of_ranks(name: str, num_microbatches: int, num_ranks: int) -> None:
     """Raise ScheduleError unless num_microbatches is a multiple of num_ranks."""
     if num_microbatches % num_ranks:
@@ -121,24 +111,12 @@ def require_multiple_of_ranks(name: str, num_microbatches: int, num_ranks: int) 
         raise ScheduleError(f"{what} ({name}). {use}")
 
 
-def hops_floor(name: str, warmup_hops: float, hops: int) -> int:
-    """Return floor(warmup_hops * hops). ScheduleError unless 1 <= warmup_hops <= 2.
+def floor_hops(warmup_hops: float, hops: int) -> int:
+    """Return floor(warmup_hops * hops), exact for decimals.
 
-    name: schedule family. hops: number of ranks after this one.
-
-    >>> hops_floor("eager_1f1b", 1.2, 5)
+    >>> floor_hops(1.2, 5)
     6
     """
-    if not 1 <= warmup_hops <= 2:
-        raise ScheduleError(
-            f"warmup_hops={warmup_hops} is outside [1, 2] ({name}). "
-            "Use 1 for the fewest activations, 2 to hide the latency of transfers."
-        )
-    return floor_hops(warmup_hops, hops)
-
-
-def floor_hops(warmup_hops: float, hops: int) -> int:
-    """Return floor(warmup_hops * hops), exact for decimals: 1.2 * 5 is 6, not 5.999..."""
     return math.floor(warmup_hops * hops + 1e-9)
 
 
@@ -200,12 +178,15 @@ class Family:
         return why_not(self.sample) is None
 
     def check_size(self, num_ranks: int, num_microbatches: int, **knobs: float) -> None:
-        """Raise ScheduleError for sizes below 1, or more than MOST_TASKS tasks."""
-        sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
+        """Raise ScheduleError for sizes below 1, too many tasks, or warmup_hops outside [1, 2]."""
+        sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, **knobs}
+        hops = sizes.pop("warmup_hops", 1)
         for what, value in sizes.items():
             if not isinstance(value, Integral):
                 raise ScheduleError(f"{what}={value!r} is not a whole number ({self.name}).")
-            require_at_least(self.name, what, value, 1)
+            if value < 1:
+                use = f"Use {what}=1 or more."
+                raise ScheduleError(f"{what}={value} is below 1 ({self.name}). {use}")
         chunks = knobs.get("num_chunks") or 2 * knobs.get("num_waves", 0) or self.num_chunks
         of_stage = 3 if self.is_split else 2
         number = of_stage * num_ranks * chunks * num_microbatches
@@ -215,6 +196,11 @@ class Family:
                 f"{of_stage}*{num_ranks}*{chunks}*{num_microbatches} = {number:,} tasks are more "
                 f"than the {MOST_TASKS:,} that ppctl lays out ({self.name}). Use fewer ranks, "
                 "stages or microbatches."
+            )
+        if not 1 <= hops <= 2:
+            raise ScheduleError(
+                f"warmup_hops={hops} is outside [1, 2] ({self.name}). "
+                "Use 1 for the fewest activations, 2 to hide the latency of transfers."
             )
 
     def makespan_s(

@@ -1,6 +1,6 @@
 from itertools import product
 
-from ppctl.schedule.families.family import Family, each_num_chunks, only_if, require_at_least
+from ppctl.schedule.families.family import Family, each_num_chunks, only_if
 from ppctl.schedule.families.stage_placement import loop
 from ppctl.schedule.ir import Schedule, Task
 
@@ -14,7 +14,6 @@ def gis(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2) -> Schedu
     microbatch moves down one rank every tick, and its backward up one rank every three ticks.
     The block of each group is repeated every 3Vg ticks, then squeezed.
     """
-    require_at_least("gis", "num_chunks", num_chunks, 1)
     size = (num_ranks + 1) // 2
     # unroll the building block for each microbatch; sort the tasks of a rank by tick
     ranks: list[tuple[Task, ...]] = []

@@ -14,7 +14,6 @@ def hanayo(num_ranks: int, num_microbatches: int, *, num_waves: int = 1) -> Sche
     order). Each rank runs one ready task a tick: backwards before forwards, old microbatches before
     new ones.
     """
-    family.require_at_least("hanayo", "num_waves", num_waves, 1)
     rank_of = waves(num_ranks, num_waves)
     last = len(rank_of) - 1
     # ready tasks of each rank as a heap: backwards first, then the oldest microbatch

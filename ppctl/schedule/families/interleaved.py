@@ -16,7 +16,6 @@ def interleaved(
     ScheduleError unless num_microbatches is a multiple of p.
     Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2 (h = 2); other h by simulation.
     """
-    family.require_at_least("interleaved", "num_chunks", num_chunks, 1)
     family.require_multiple_of_ranks("interleaved", num_microbatches, num_ranks)
     return alternating("interleaved", num_ranks, num_microbatches, num_chunks, warmup_hops)
 
@@ -46,9 +45,7 @@ def alternating(
         last = (num_chunks - 1) * num_ranks + 2 * r  # sum of the rank's first and last stage index
         kind: Kind = "I" if is_split else "B"
         backwards = [Task(last - stage, kind, m) for stage, _, m in forwards]
-        warmup = (
-            family.hops_floor(name, warmup_hops, num_ranks - 1 - r) + (num_chunks - 1) * num_ranks
-        )
+        warmup = family.floor_hops(warmup_hops, num_ranks - 1 - r) + (num_chunks - 1) * num_ranks
         # with few microbatches, a delay above r would only make the rank end after the others
         delay = min(int(warmup_hops * r), r + max(0, total - num_ranks)) if is_split else total
         tasks = forwards[:warmup]

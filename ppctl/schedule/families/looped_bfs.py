@@ -11,7 +11,6 @@ def looped_bfs(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2) ->
     transfer latency. Backwards run in reverse order. p = num_ranks, V = num_chunks.
     Source: Lamy-Poirier 2023, arXiv 2211.05953, figure 2d.
     """
-    family.require_at_least("looped_bfs", "num_chunks", num_chunks, 1)
     ranks: list[tuple[Task, ...]] = []
     for r in range(num_ranks):
         stages = range(r, num_ranks * num_chunks, num_ranks)

@@ -34,7 +34,6 @@ def interleaved_zb(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2
     Source: section 2.1 of arXiv 2401.10241 on the order of 2104.04473, as in PyTorch's
     ScheduleInterleavedZeroBubble; closed form by simulation.
     """
-    family.require_at_least("interleaved_zb", "num_chunks", num_chunks, 1)
     family.require_multiple_of_ranks("interleaved_zb", num_microbatches, num_ranks)
     return alternating("interleaved_zb", num_ranks, num_microbatches, num_chunks, is_split=True)
 
