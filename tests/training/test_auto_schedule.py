@@ -109,3 +109,10 @@ def test_only_the_found_schedule_needs_pairs_to_fuse():
     """The 1F1B of 8 microbatches, whose costs are searched with, has no pair."""
     config = request(c.Auto(num_microbatches=8), c.Mpmd(fuse="fb", unroll=8))
     assert planned(config).pipe.scheduled.num_fused > 0
+
+
+def test_a_divided_vocabulary_is_counted_on_no_stage():
+    """Every rank has a part: the bound is the work of 3 of 10 layers, after a forward of one."""
+    auto = c.Auto(num_microbatches=8, vocab="parallel")
+    choice = planned(request(auto, c.Mpmd(), partition=Balanced())).choice
+    assert choice.lower_bound_s == pytest.approx(8 * 3 * 3 + 1)

@@ -252,8 +252,11 @@ def plan_auto(config: Config, num_layers: int, pipelined: Callable[..., Pipeline
     if isinstance(executor, settings.Mpmd):  # the found schedule may have pairs, the probe need not
         executor = replace(executor, fuse="none")
     probe = pipelined(schedule=baseline, partition="balanced", executor=executor)
-    layers = partial(divide, config.partition, num_layers, costs=probe.relative_costs)
-    costs = ModelCosts(probe, layers)
+    relative, vocab_parts = probe.relative_costs, 0
+    if request.vocab == "parallel":
+        relative, vocab_parts = relative.without_embed_head, config.mesh.pp
+    layers = partial(divide, config.partition, num_layers, costs=relative)
+    costs = ModelCosts(probe, layers, vocab_parts)
     is_capped, in_ticks = request.max_memory_gib is not None, config.executor.ENGINE.in_ticks
     seconds_of = costs.layers(with_bytes=is_capped and not in_ticks).on
     bytes_of = costs.in_ticks_bytes if is_capped and in_ticks else None

@@ -86,18 +86,21 @@ class ModelCosts:
     of the rank's largest task, or of the whole program; the update's are not counted.
 
     probe: a pipeline of the model; its schedule does not matter. divide: (rank of each stage) ->
-    layers of each stage.
+    layers of each stage. vocab_parts: number of vocabulary parts, whose bytes are not counted.
     """
 
     probe: Pipeline
     divide: Callable[[tuple[int, ...]], Partition]
+    vocab_parts: int = 0
 
     def layers(self, *, with_bytes: bool) -> LayerCosts:
         """Return the costs of the layers; with_bytes adds their bytes on ranks of executor=mpmd."""
         relative, remat = self.probe.relative_costs, self.probe.execution.remat
         layer = PieceTimes(1.0, 1.0 + remat.recomputes, 1.0)
         whole = lambda cost: PieceTimes(0.0, cost * layer.all_s, 0.0)  # noqa: E731
-        times = OpTimes(whole(relative.embed), layer, whole(relative.head))
+        embed, head = (whole(n / (self.vocab_parts or 1)) for n in (relative.embed, relative.head))
+        times = OpTimes(embed, layer, head)
+        times = times.in_parts(self.vocab_parts) if self.vocab_parts else times
         held, keeps_input = self._bytes() if with_bytes else LayerBytes(), remat.keeps_input_only
         return LayerCosts(relative.layers, times, self.divide, held, keeps_input=keeps_input)
 
