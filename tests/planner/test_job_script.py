@@ -277,7 +277,7 @@ def test_tune_writes_the_job_script_next_to_the_recipe_with_a_line(tmp_path, mon
 def test_an_existing_file_stays_and_no_layout_is_searched(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "ppctl.planner.search.tune_layouts.LayoutSearch", lambda *_: pytest.fail("searched")
+        "ppctl.planner.search.layout_search.LayoutSearch", lambda *_: pytest.fail("searched")
     )
     file = tmp_path / "recipes/tuned.sbatch"
     file.parent.mkdir()

@@ -13,14 +13,8 @@ from functools import cache, cached_property
 from typing import Any
 
 from ppctl.errors import ConfigError, ScheduleError
+from ppctl.executors.work import rank_bytes as memory
 from ppctl.executors.work.planned_step import Step
-from ppctl.executors.work.rank_bytes import (
-    layer_bytes,
-    rank_bytes,
-    sizes_of,
-    task_bytes,
-    workspace_bytes,
-)
 from ppctl.planner.cost.step_time import StepTime, op_times, step_time
 from ppctl.planner.search.layout_space import Bounds
 from ppctl.schedule import placement_costs
@@ -171,7 +165,7 @@ class Placed:
             space.layer_costs,
             self._op_times,
             lambda _: partition,
-            layer_bytes(step),
+            memory.layer_bytes(step),
             keeps_input=step.microbatch.remat.keeps_input_only,
             split=self.placed.is_split,
         )
@@ -204,7 +198,9 @@ class Placed:
 
         # 2. bytes
         if space.engine.in_ticks:
-            held = rank_bytes(sizes_of(step), self._along(slots), workspace_bytes(step))
+            held = memory.rank_bytes(
+                memory.sizes_of(step), self._along(slots), memory.workspace_bytes(step)
+            )
             least_bytes = sum(held.values())
         else:
             least_bytes = max(self.least_bytes, self._fullest_bytes)
@@ -240,7 +236,7 @@ class Placed:
         def running(stage: int, kind: str) -> float:
             has_head, layers = stage == last and not vocab_parts, self.sizes[stage]
             reads = ledger.stash[stage] if kind in "BI" else 0
-            temporaries = task_bytes(self.step, kind, layers, has_head=has_head)
+            temporaries = memory.task_bytes(self.step, kind, layers, has_head=has_head)
             return ledger.held[rank_of[stage]] + reads + temporaries
 
         kinds = self.placed.kinds & {*OF_STAGES, "B"}

@@ -31,27 +31,17 @@ from ppctl.planner.cost.predict_step import PipelinePlan, predict_job
 from ppctl.planner.cost.target_devices import DeviceLimit, Target
 from ppctl.planner.cost.token_budget import TokenBudget, check_tokens, token_budget
 from ppctl.planner.rehearsal.timed_runs import run_steps
+from ppctl.planner.search import layout_search
 from ppctl.planner.search.device_models import device_models, example, stage_divisions
 from ppctl.planner.search.layout_candidate import Candidate
-from ppctl.planner.search.layout_search import (
-    LayoutSearch,
-    SearchEnded,
-    SearchProgress,
-    uncollected,
-)
 from ppctl.planner.search.layout_space import PREFERRED, Space
 from ppctl.planner.search.tuned_files import Hosts, hosts_for
 from ppctl.schedule.families.registry import FAMILIES, ON_RING
 from ppctl.schedule.mesh_axes import STAGE_AXES, MeshSizes
 from ppctl.schedule.remat import Remat
+from ppctl.training.pipeline import known_hardware
 from ppctl.training.pipeline.jax_start import check_memory_fraction, start_jax
 from ppctl.training.pipeline.job import DEFAULT_DTYPE, assemble, batch_shapes, open_data, stack_for
-from ppctl.training.pipeline.known_hardware import (
-    default_dtype,
-    described_device,
-    planned_for,
-    resolved,
-)
 from ppctl.training.pipeline.layer_optimizers import one_layer_of, update_flops
 from ppctl.training.pipeline.mfu import model_flops
 from ppctl.training.pipeline.optimizers import clipped, make_optimizer, state_shapes
@@ -120,7 +110,7 @@ class Tuned:
     job_command: str | None = None  # command that starts the job script
 
 
-def tune_layouts(config: Config, progress: SearchProgress | None = None) -> Tuned:
+def tune_layouts(config: Config, progress: layout_search.SearchProgress | None = None) -> Tuned:
     """Return the layouts found, best first. ConfigError for a bad request.
 
     progress: prints the search's progress, and may end it early.
@@ -131,8 +121,8 @@ def tune_layouts(config: Config, progress: SearchProgress | None = None) -> Tune
     topology, number = config.plan.topology, num_devices if tune.measure else 1
     start_jax(config.run, config.run.dtype or DEFAULT_DTYPE, number, is_away=topology is not None)
     device, fraction = all_devices()[0], config.run.memory_fraction
-    dtype = config.run.dtype or default_dtype(config.hardware, device, topology)
-    there = planned_for(config.hardware, device.device_kind, topology)
+    dtype = config.run.dtype or known_hardware.default_dtype(config.hardware, device, topology)
+    there = known_hardware.planned_for(config.hardware, device.device_kind, topology)
     check_memory_fraction(fraction, device, there)
     how = config.plan, config.mesh.order, config.executor.xla_flags, fraction
     target = Target(config.hardware, device, num_devices, dtype, *how)
@@ -145,7 +135,7 @@ def tune_layouts(config: Config, progress: SearchProgress | None = None) -> Tune
     batch = batch_shapes(data)
     tokens = None if data.vocab_size is None else data.batch_size * batch["inputs"].shape[1]
     check_tokens("plan.tokens", config.plan.tokens, tokens)
-    with_kernels = described_device(target.hardware) or device
+    with_kernels = known_hardware.described_device(target.hardware) or device
     stack = stack_for(config, data, jnp.dtype(dtype), with_kernels)
     stack = stack.counted(config.costs.expert_imbalance)
     optimizer, _ = make_optimizer(config.optim, config.run.num_steps, stack)
@@ -176,7 +166,7 @@ def tune_layouts(config: Config, progress: SearchProgress | None = None) -> Tune
 
 def _check_attached(target: Target, measure: int) -> None:
     """Raise ConfigError if the attached devices differ from the hardware to tune for."""
-    if target.hardware.name != resolved(settings.AutoHardware(), target.kind).name:
+    if target.hardware.name != known_hardware.resolved(settings.AutoHardware(), target.kind).name:
         raise ConfigError(
             f"tune.measure={measure} runs steps on the devices of this machine ({target.kind}), "
             f"but hardware={target.hardware.name}. Use tune.measure=0, or hardware=auto."
@@ -190,7 +180,7 @@ def search_of(
     stack: Stack,
     batch: Shapes,
     target: Target,
-) -> LayoutSearch:
+) -> layout_search.LayoutSearch:
     """Return the search of a model's layouts within `tune`. batch: shapes of a global batch."""
     # 1. the model, and the divisions of its stages
     assert isinstance(executor, Spmd | Mpmd), "other executors have one layout"
@@ -230,7 +220,7 @@ def search_of(
         divisions=tuple(divisions),
         vocab=_vocab(tune.vocab, stack, batch),
     )
-    return LayoutSearch(space, step_of, inf if limit is None else limit.size_bytes)
+    return layout_search.LayoutSearch(space, step_of, inf if limit is None else limit.size_bytes)
 
 
 def _check(executor: settings.Reference, vocab: str, families: Sequence[str] | None) -> None:
@@ -264,10 +254,10 @@ def _vocab(requested: Sequence[str] | None, stack: Stack, batch: Shapes) -> tupl
 
 
 def planned_layouts(
-    search: LayoutSearch,
+    search: layout_search.LayoutSearch,
     plan: Callable[[Candidate], Row],
     best: int,
-    progress: SearchProgress | None = None,
+    progress: layout_search.SearchProgress | None = None,
 ) -> Found:
     """Return the `best` fastest layouts that fit; fewer if `progress` ends the search early.
 
@@ -277,7 +267,7 @@ def planned_layouts(
     ended_by = None
     if progress is not None:
         progress.begin(search, rows, best)
-    with uncollected():
+    with layout_search.uncollected():
         try:
             _add_fitting(rows, search.fastest(), search, plan, best)
             rows.sort(key=lambda row: (row.step_s, row.total_bytes))
@@ -286,7 +276,7 @@ def planned_layouts(
                 of_one = list[Row]()
                 _add_fitting(of_one, search.fastest(with_pipeline=False), search, plan, 1)
                 alone = next(iter(of_one), None)
-        except SearchEnded:
+        except layout_search.SearchEnded:
             ended_by = None if progress is None else progress.early_end
             rows.sort(key=lambda row: (row.step_s, row.total_bytes))
             if not rows and search.fastest_simulated is not None:
@@ -300,7 +290,7 @@ def planned_layouts(
 def _add_fitting(
     rows: list[Row],
     candidates: Iterator[Candidate],
-    search: LayoutSearch,
+    search: layout_search.LayoutSearch,
     plan: Callable[[Candidate], Row],
     number: int,
 ) -> None:

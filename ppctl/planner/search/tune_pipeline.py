@@ -12,12 +12,7 @@ from ppctl.errors import ConfigError
 from ppctl.executors.device_mesh import all_devices, repeated_mesh
 from ppctl.model.network import Network
 from ppctl.model.stack import Stack
-from ppctl.planner.cost.predict_step import (
-    PipelinePlan,
-    hardware_named,
-    limits_of,
-    predict_pipeline,
-)
+from ppctl.planner.cost import predict_step
 from ppctl.planner.cost.target_devices import Target
 from ppctl.planner.search.layout_candidate import Candidate
 from ppctl.planner.search.tune_layouts import Row, planned_layouts, search_of
@@ -36,7 +31,7 @@ class TunedLayout:
 
     mesh: Mapping[str, int]  # arguments of `ppctl.mesh`
     arguments: Mapping[str, Any]  # arguments of `ppctl.pipeline`: schedule, executor, ...
-    plan: PipelinePlan
+    plan: predict_step.PipelinePlan
 
 
 def tune(
@@ -77,10 +72,11 @@ def tune(
         raise ConfigError(
             f"executor={executor!r} has one layout. Use ppctl.spmd() or ppctl.mpmd()."
         )
-    shapes, request, device = shapes_of(batch), hardware_named(hardware), all_devices()[0]
+    shapes, device = shapes_of(batch), all_devices()[0]
+    request = predict_step.hardware_named(hardware)
     dtype = compute_dtype(dtype, model, default_dtype(request, device))
     stack = layered_stack(model, batch, layers, dtype)
-    target = Target(request, device, num_devices, str(dtype), limits_of(memory_gib))
+    target = Target(request, device, num_devices, str(dtype), predict_step.limits_of(memory_gib))
     names = None if schedules is None else [family(name).name for name in schedules]
     # 2. the model with the hardware's kernels
     other, make = described_only(request, device.device_kind), stack.options.on_device
@@ -93,7 +89,7 @@ def tune(
     def planned(layout: Candidate) -> Row:
         arguments = _arguments(layout, executor)
         pipe = pipelined(repeated_mesh(layout.mesh), **arguments)
-        plan = predict_pipeline(pipe, model_on(pipe, None, counted), target)
+        plan = predict_step.predict_pipeline(pipe, model_on(pipe, None, counted), target)
         return Row(layout, plan, arguments)
 
     rows = planned_layouts(search, planned, best).best
