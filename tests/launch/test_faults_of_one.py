@@ -96,7 +96,6 @@ def written(self, *args, **how):
     return program
 
 Lowered.compile = written
-cli.console_script()
 """
 
 
@@ -190,40 +189,46 @@ def test_a_directory_that_a_process_cannot_write_ends_both_before_compilation(tm
     ],
 )
 def bad_batch(request, tmp_path_factory):
-    """Two processes that end at an unreadable batch of one, and then resume.
+    """Two processes that end at an unreadable batch of one.
 
-    Returns ((lines, saved steps, metrics, status) of the first start, lines of the second start,
-    its programs: a directory for each process).
+    Returns (run directory, settings, lines, their programs: a directory for each process).
     """
     run_dir = tmp_path_factory.mktemp("bad_batch") / "run"
     settings = ("model.num_layers=4", f"run.num_steps={NUM_STEPS}", *request.param.split())
-    with processes(2, run_dir, *settings, programs={0: PLAIN, 1: BAD_BATCH}) as failed:
-        assert [process.end(timeout_s=200) for process in failed] == [2, 2]
-    ended = said_of(failed, ""), steps(run_dir), results(run_dir), records(run_dir, "status.jsonl")
     texts = [run_dir.with_name(f"programs{process}") for process in range(2)]
-    programs = {process: WRITING.format(str(out)) for process, out in enumerate(texts)}
-    with processes(2, run_dir, *settings, programs=programs) as resumed:
-        assert [process.end(timeout_s=200) for process in resumed] == [0, 0]
-    return ended, said_of(resumed, ""), texts
+    programs = {
+        process: WRITING.format(str(out)) + program
+        for process, (out, program) in enumerate(zip(texts, (PLAIN, BAD_BATCH), strict=True))
+    }
+    with processes(2, run_dir, *settings, programs=programs) as failed:
+        assert [process.end(timeout_s=200) for process in failed] == [2, 2]
+    return run_dir, settings, said_of(failed, ""), texts
 
 
 def test_an_unreadable_batch_of_one_process_ends_both_after_saving_the_step_before(bad_batch):
     """Both ended at once, and lost all steps since the last save."""
-    (lines, saved, logged, status), resumed, _ = bad_batch
+    run_dir, _, lines, _ = bad_batch
     [line] = [line for line in lines if "The file of step 6 is gone" in line]
     assert line == "ppctl: process 1: The file of step 6 is gone. Restore it. Step 5 is saved.\n"
     assert "Traceback" not in "".join(lines)
-    assert saved == {"5"}
-    assert [step for step, *_ in logged] == [1, 2, 3, 4, 5]
-    reason = line.removeprefix("ppctl: ").strip()
-    assert (status[-1]["status"], status[-1]["reason"]) == ("failed", reason)
-    assert "".join(resumed).count("resuming after step 5") == 1
+    assert steps(run_dir) == {"5"}
+    assert [step for step, *_ in results(run_dir)] == [1, 2, 3, 4, 5]
+    reason, status = line.removeprefix("ppctl: ").strip(), records(run_dir, "status.jsonl")[-1]
+    assert (status["status"], status["reason"]) == ("failed", reason)
 
 
 def test_data_orders_the_collectives_of_each_process(bad_batch):
     """tests/executors/test_order_of_collectives.py reads the programs of one process."""
     for texts in bad_batch[-1]:
         assert_ordered([path.read_text() for path in texts.iterdir()])
+
+
+@pytest.mark.full
+def test_both_go_on_from_the_step_before_an_unreadable_batch(bad_batch):
+    run_dir, settings, *_ = bad_batch
+    with processes(2, run_dir, *settings) as resumed:
+        assert [process.end(timeout_s=200) for process in resumed] == [0, 0]
+    assert "".join(said_of(resumed, "")).count("resuming after step 5") == 1
 
 
 @pytest.mark.full

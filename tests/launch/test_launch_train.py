@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.environment import BY_USER
 
@@ -34,10 +35,10 @@ pytestmark = [
 class Launch:
     """`ppctl train` with these tests' settings, and the processes that it starts."""
 
-    def __init__(self, run_dir, *words):
+    def __init__(self, run_dir, *words, base=WORDS):
         self.run_dir = run_dir
         self.errors = run_dir.with_suffix(".stderr").open("w+")
-        command = [sys.executable, "-m", "ppctl.cli", *WORDS, f"run.dir={run_dir}", *words]
+        command = [sys.executable, "-m", "ppctl.cli", *base, f"run.dir={run_dir}", *words]
         self.popen = subprocess.Popen(
             command, env=BY_USER, text=True, stdout=subprocess.PIPE, stderr=self.errors
         )
@@ -70,8 +71,8 @@ class Launch:
         return self.popen.returncode, out
 
 
-def records(run_dir):
-    path = run_dir / "metrics.jsonl"
+def records(run_dir, name="metrics.jsonl"):
+    path = run_dir / name
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
@@ -80,6 +81,10 @@ def results(run_dir):
     return [
         [record[key] for key in ("step", "loss", "grad_norm", "lr")] for record in records(run_dir)
     ]
+
+
+def skipped(run_dir):
+    return records(run_dir, "skipped.jsonl")
 
 
 def is_there(pid):
@@ -142,15 +147,31 @@ def test_a_process_killed_while_all_compile_ends_the_run_with_its_name(tmp_path)
     assert not any(map(is_there, processes))
 
 
-def test_a_stop_request_saves_a_common_step_and_one_process_can_resume_it(tmp_path, capsys):
+ROWS = """
+import numpy as np
+
+def rows():
+    draw = np.random.default_rng(0)
+    inputs = draw.standard_normal((40, 5)).astype(np.float32)
+    inputs[17] = np.nan
+    return {"inputs": inputs, "targets": draw.standard_normal((40, 3)).astype(np.float32)}
+"""
+
+
+def test_a_stop_request_saves_a_common_step_and_one_process_can_resume_it(
+    tmp_path, capsys, monkeypatch
+):
+    """One process sees a bad gradient in each epoch of five steps, and both skip the step."""
+    (tmp_path / "launched_rows.py").write_text(ROWS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     run_dir, alone_dir = tmp_path / "run", tmp_path / "alone"
-    same = (
-        "optim.warmup_steps=0",
-        "optim.min_lr_fraction=1",
-        "run.dtype=float64",
-    )  # whatever run.num_steps is
-    words = (*same, "launch.processes=2", "launch.max_restarts=1", "run.num_steps=100000")
-    with Launch(run_dir, *words) as launch:
+    same = [word for word in WORDS if not word.startswith("data")]
+    same += ["data=custom", "data.target=launched_rows.rows", "data.batch_size=8"]
+    same += ["data.eval_fraction=0", "run.on_nonfinite=skip", "run.dtype=float64"]
+    same += ["optim.warmup_steps=0", "optim.min_lr_fraction=1"]  # whatever run.num_steps is
+    words = ("launch.processes=2", "launch.max_restarts=1", "run.num_steps=100000")
+    with Launch(run_dir, *words, base=same) as launch:
         launch.wait_until(lambda: len(records(run_dir)) > 5)
         launch.popen.send_signal(signal.SIGINT)
         code, out = launch.end()
@@ -158,8 +179,10 @@ def test_a_stop_request_saves_a_common_step_and_one_process_can_resume_it(tmp_pa
     step = json.loads(out)["step"]
     assert (code, records(run_dir)[-1]["step"]) == (130, step)
     assert (run_dir / "checkpoints" / str(step)).is_dir()
+    assert skipped(run_dir)[0]["examples"].count(17) == 1
     for directory in (run_dir, alone_dir):
-        assert cli.main([*WORDS, *same, f"run.dir={directory}", f"run.num_steps={step + 4}"]) == 0
+        assert cli.main([*same, f"run.dir={directory}", f"run.num_steps={step + 4}"]) == 0
     assert f"resuming after step {step}\n" in capsys.readouterr().err
-    for mine, alone in zip(results(run_dir), results(alone_dir), strict=True):
-        assert mine == pytest.approx(alone, rel=1e-9)
+    assert skipped(run_dir) == skipped(alone_dir)
+    numbers = [np.array(results(directory), float) for directory in (run_dir, alone_dir)]
+    np.testing.assert_allclose(*numbers, rtol=1e-9)

@@ -2,7 +2,6 @@
 
 import pytest
 from support import processes
-from support.selection import full
 from support.small_runs import records
 
 from ppctl import cli
@@ -26,13 +25,11 @@ BAD_ROWS = (
 )
 
 
+@pytest.mark.full  # a run in tests/launch/test_launch_train.py skips, too
 @pytest.mark.parametrize(
     "layout",
-    [
-        ["mesh=2x1"],  # a process's own part of the batch holds the row
-        full((["mesh=1x2", "executor=mpmd", "schedule=1f1b"],)),
-    ],
-    ids=["dp", "pp mpmd"],
+    [["mesh=2x1"], ["mesh=1x2", "executor=mpmd", "schedule=1f1b"]],
+    ids=["dp: a process's own part of the batch holds the row", "pp mpmd"],
 )
 def test_a_bad_gradient_of_one_process_is_skipped_by_all(layout, tmp_path, monkeypatch):
     (tmp_path / "rows_of_processes.py").write_text(ROWS)

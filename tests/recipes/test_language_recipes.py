@@ -95,13 +95,17 @@ RECIPE = "recipes=moe_from_scratch"
 DENSE = "mesh=2x2 model.moe.num_experts=null model.moe.balance_loss=0 model.mlp_width=384"
 
 
-def test_a_mixture_has_the_active_size_of_the_dense_model_in_its_header(tmp_path, monkeypatch):
+def test_a_mixture_has_the_active_size_of_the_dense_model_in_its_header():
     mixture, dense = compose([RECIPE]), compose([RECIPE, *DENSE.split()])
     header = (ROOT / "recipes/moe_from_scratch.yaml").read_text().replace("\n#  ", "")
     assert f"ppctl train {RECIPE} {DENSE}" in header
     model = mixture.model
     assert model.moe.top_k * (model.moe.width or model.mlp_width) == dense.model.mlp_width
     assert mixture.mesh.num_devices == dense.mesh.num_devices
+
+
+@pytest.mark.full
+def test_a_mixture_trains_and_logs_the_loads_of_its_experts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["train", RECIPE, *TINY.split()]) == 0
     (line,) = Path("runs/moe_from_scratch/metrics.jsonl").read_text().splitlines()

@@ -105,7 +105,7 @@ ALL_BAD = "+data.options.bad=[" + ",".join(map(str, range(64))) + "]"
 
 
 @pytest.mark.parametrize(
-    "at", ["run.checkpoint.every=null", "run.num_steps=2", full(("run.checkpoint.every=2",))]
+    "at", ["run.checkpoint.every=null", full("run.num_steps=2"), full("run.checkpoint.every=2")]
 )
 def test_too_many_in_a_row_save_and_stop(skipping, tmp_path, tells, at):
     run_dir, words = tmp_path / "run", ("mesh=1x2", "schedule=1f1b", "optim.warmup_steps=1")
