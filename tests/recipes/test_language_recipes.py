@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.selection import full
 
 from ppctl import cli
 from ppctl.cli.compose import compose
@@ -24,13 +25,8 @@ def tokenize(*words):
     assert cli.main(["tokenize", *map(str, words)]) == 0
 
 
-WHOLE = "mesh=1x1 schedule=gpipe schedule.num_microbatches=1 executor=reference"
-
-
-@pytest.mark.parametrize(
-    "layout", [WHOLE, pytest.param("", marks=pytest.mark.full)], ids=["whole", "as it is"]
-)
-def test_only_the_answers_of_chats_are_learned(layout, tmp_path, monkeypatch):
+@pytest.mark.parametrize("trained", [False, full(True)])
+def test_only_the_answers_of_chats_are_learned(trained, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tokenize(CHATS, "--field", "messages", "--vocab-size", 320, "--out", "runs/chat_tokenizer")
     words = ["recipes=chat_answers", f"data.path={CHATS}", "data.cache_dir=cache", *TINY.split()]
@@ -45,7 +41,7 @@ def test_only_the_answers_of_chats_are_learned(layout, tmp_path, monkeypatch):
     ]
     assert len(found) >= 16
     assert {each.strip() for each in found} <= {*answers}
-    assert cli.main(["train", *words, *layout.split()]) == 0
+    assert not trained or cli.main(["train", *words]) == 0
 
 
 @pytest.mark.full

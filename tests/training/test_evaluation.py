@@ -101,9 +101,6 @@ def test_losses_are_means_over_all_targets(executor, schedule, axes, how):
         DataError, match="data=prompts has no targets in the 1 batches of an evaluation"
     ):
         evaluate(pipe.engine, held_out(2, 1), 1, begun)
-    loss, grads = pipe.loss_and_grads(state, empty)
-    assert float(loss) == 0
-    assert not any(np.any(np.asarray(g)) for g in jax.tree.leaves(grads))
     state, metrics = pipe.step(state, empty)
     assert (float(metrics["loss"]), float(metrics["grad_norm"])) == (0, 0)
     after = jax.device_get(pipe.to_natural(state)["params"])

@@ -8,9 +8,11 @@ import pty
 import re
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
+from support.selection import full
 from support.small_runs import ROWS, checkpoints, losses, records
 
 from ppctl import cli
@@ -61,7 +63,7 @@ def test_a_signal_is_an_event_with_its_name(train, tmp_path, command):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (FAILS, "code 1, no route to the pager"),
+        full((FAILS, "code 1, no route to the pager")),
         ("/no/such/program", "No such file or directory: /no/such/program"),
     ],
 )
@@ -132,25 +134,25 @@ def stop(capsys, *words):
 
 
 def test_stop_saves_and_ends_a_run_that_can_resume(train, tmp_path, capsys, tells):
-    run_dir = tmp_path / "run"
-    words = *ROWS.split(), f"run.dir={run_dir}", "run.num_steps=100000", "--json"
-    words += (f"run.on_event={tells}",)
-    line = [sys.executable, "-m", "ppctl.cli", "train", *words]
-    run = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
+    run_dir, stopped = tmp_path / "run", []
+
+    def ask():
         until = time.monotonic() + 120
         while not (run_dir / "metrics.jsonl").exists() or not records(run_dir):
             assert time.monotonic() < until
-            assert run.poll() is None, run.stderr.read()
             time.sleep(0.1)
-        code, out, err = stop(capsys, run_dir, "--wait")
-        assert code == 0, err
-        assert "stopped at step" in out
-        printed, _ = run.communicate(timeout=60)
-    finally:
-        run.kill()
-    assert run.returncode == 0
-    found = json.loads(printed)
+        line = [sys.executable, "-m", "ppctl.cli", "stop", str(run_dir), "--wait"]
+        stopped.append(subprocess.run(line, capture_output=True, text=True, check=False))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    code, out, err = train(f"run.on_event={tells}", "run.num_steps=100000", "--json")
+    asking.join()
+    assert code == 0, err
+    [answer] = stopped
+    assert answer.returncode == 0, answer.stderr
+    assert "stopped at step" in answer.stdout
+    found = json.loads(out)
     assert found["status"] == "stopped"
     assert checkpoints(run_dir)[-1] == found["step"] == len(records(run_dir))
     assert not (run_dir / "stop").exists()

@@ -129,6 +129,7 @@ def test_a_mixture_is_verified(layout, capsys):
     assert found["worst"]["error"] < 1e-10
 
 
+@pytest.mark.full
 def test_masks_and_padding_are_verified(tmp_path, capsys):
     lines = ({"question": "ab" * (n % 3), "text": "cdefg"[: 1 + n % 5]} for n in range(60))
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, lines)))

@@ -200,12 +200,12 @@ def compared(name, model, executor, dtype=jnp.float64, **how):
 @pytest.mark.parametrize(
     ("model", "executor"),
     [
-        ("Stack", "mpmd"),
+        full(("Stack", "mpmd")),
         full(("Stack", "spmd")),
         full(("transformer", "spmd")),
         full(("transformer", "mpmd")),
-        ("Network", "spmd"),
-        full(("Network", "mpmd")),
+        full(("Network", "spmd")),
+        ("Network", "mpmd"),
     ],
 )
 def test_an_optimizer_of_each_kind_equals_plain_optax(model, executor):

@@ -333,6 +333,7 @@ def test_a_second_ctrl_c_ends_the_process_at_once(tmp_path):
     assert latest(run_dir) == 0
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_save_that_fails_ends_the_process_with_one_line(tmp_path):
     run_dir = tmp_path / "run"
