@@ -32,20 +32,3 @@ def test_commands_import_their_large_packages_late(tmp_path):
     code = f"from importlib import import_module\nfor name in {modules}:\n"
     code += "    import_module(f'ppctl.cli.commands.{name}')\nshow()"
     assert imported(code, LATE, tmp_path)[-1] == "[]"
-
-
-def test_a_run_without_tensorboard_imports_no_tracker_in_its_first_step(tmp_path):
-    code = """
-from ppctl.training.run.loop import Loop
-step = Loop._train_step
-def showing(self, *args):
-    result = step(self, *args)
-    show()
-    return result
-Loop._train_step = showing
-from ppctl.cli import main
-from support.processes import WORDS
-assert main(["train", *WORDS, "mesh=1x1", "run.num_steps=1"]) == 0
-"""
-    lines = imported(code, LATE, tmp_path)
-    assert [line for line in lines if line.startswith("[")] == ["[]"], lines

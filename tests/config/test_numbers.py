@@ -184,7 +184,7 @@ def test_a_request_for_a_drawing_may_be_of_any_length_but_not_of_any_mesh():
     "words",
     [
         "plan mesh=100000x1 data.batch_size=800000 plan.compile=true",
-        "train mesh=1x8192 schedule=1f1b",
+        "train mesh=1x4100 schedule=1f1b",
     ],
 )
 def test_more_devices_than_a_machine_simulates_are_refused(words, tmp_path, monkeypatch, capsys):

@@ -24,7 +24,10 @@ COMMANDS = sorted(set(re.findall(r"`(ppctl [^`]*)`", README)))
 REFUSED = re.findall(r"`(ppctl [^`]*)` \| refused: ", README)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+FIGURES = [each for each in COMMANDS if "schedule curves" in each]
+
+
+@pytest.mark.parametrize("command", full_except(COMMANDS, *{*COMMANDS} - {*FIGURES[1:]}))
 def test_commands_of_the_table_are_commands(command, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert SHORT.keys() == {"FB", "SMALL"}
@@ -97,7 +100,8 @@ def test_the_gradients_of_a_nabla_example_equal_plain_jax(recipe, others):
         assert np.linalg.norm(ours) == pytest.approx(norms[name], rel=1e-8)
 
 
-@pytest.mark.parametrize("recipe", full_except([*NABLA], "nabla_gpipe"))
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", NABLA)
 def test_verify_finds_the_numbers_of_a_nabla_example(recipe, capsys):
     _, loss, _, norms = NABLA[recipe]
     found = answer(capsys, "verify", f"recipes={recipe}", "run.dtype=float32")

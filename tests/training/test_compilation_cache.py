@@ -22,10 +22,29 @@ WORDS = (
 )
 
 
-def train(directory, name, **more):
+# A package for trackers or files, imported before the end of the first step, would delay it.
+CHECKS_IMPORTS = """
+import sys
+from ppctl import cli
+from ppctl.training.run.loop import Loop
+
+late, step = {"tensorboardX", "matplotlib", "flax", "pyarrow", "tokenizers", "optuna"}, Loop._train_step
+
+def checked(self, *args):
+    result = step(self, *args)
+    assert not late & sys.modules.keys()
+    print("checked", file=sys.stderr)
+    return result
+
+Loop._train_step = checked
+cli.console_script()
+"""
+
+
+def train(directory, name, program=("-m", "ppctl.cli"), **more):
     """Train in a separate process; return JAX's log, and the loss and norm of each step."""
     run_dir = directory / name
-    command = [sys.executable, "-m", "ppctl.cli", *WORDS.split(), f"run.dir={run_dir}"]
+    command = [sys.executable, *program, *WORDS.split(), f"run.dir={run_dir}"]
     env = {
         key: value
         for key, value in BY_USER.items()
@@ -49,7 +68,9 @@ def test_a_second_start_compiles_nothing_and_trains_the_same(tmp_path):
     # programs that compile in about WORTH_S may be kept or not
     steps = [path for path in entries(tmp_path) if "jit_step" in path.name]
     assert steps
-    logged, same = train(tmp_path, "second", JAX_DEBUG_LOG_MODULES="jax._src.compiler")
+    more = {"JAX_DEBUG_LOG_MODULES": "jax._src.compiler"}
+    logged, same = train(tmp_path, "second", ("-c", CHECKS_IMPORTS), **more)
+    assert "checked\n" in logged
     assert "cache hit for 'jit_step'" in logged
     assert same == losses
     assert [path for path in entries(tmp_path) if "jit_step" in path.name] == steps

@@ -51,21 +51,24 @@ from ppctl.training.pipeline.known_hardware import known
 from ppctl.training.pipeline.mfu import model_flops
 from ppctl.training.run.run_lines import describe
 
+OTHER_LAYOUTS = [
+    {"mesh": Mesh(2, 2, 2), "schedule": Interleaved(num_microbatches=2)},
+    {"mesh": Mesh(), "executor": Reference()},
+]
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "parts",
-    [
-        full({"mesh": Mesh(2, 2, 2), "schedule": Interleaved(num_microbatches=2)}),
-        {"mesh": Mesh(), "executor": Reference()},
-    ],
-)
-def test_flops_and_the_initial_state_do_not_depend_on_the_layout(parts):
+
+@pytest.mark.parametrize("parts", OTHER_LAYOUTS)
+def test_flops_do_not_depend_on_the_layout(parts):
     here, there = assemble(transformer_config()), assemble(transformer_config(**parts))
     assert model_flops(here) == model_flops(there)
+
+
+@pytest.mark.full  # tests/executors/test_layout.py: to the bit, compiled as a user has it
+@pytest.mark.parametrize("parts", OTHER_LAYOUTS)
+def test_the_initial_state_does_not_depend_on_the_layout(parts):
+    here, there = assemble(transformer_config()), assemble(transformer_config(**parts))
     states = [built.pipe.to_natural(built.pipe.init()) for built in (here, there)]
     for a, b in zip(*map(jax.tree.leaves, states), strict=True):
-        # to the bit where layers are compiled as a user has it: tests/executors/test_layout.py
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
@@ -142,7 +145,7 @@ def test_recomputing_costs_a_forward(remat, backward_s):
 @pytest.mark.parametrize(
     ("sizes", "targets"),
     [
-        ({"activation": "swiglu", "num_kv_heads": 2, "head_dim": 6, "family": "qwen3"}, None),
+        full(({"activation": "swiglu", "num_kv_heads": 2, "head_dim": 6, "family": "qwen3"}, None)),
         ({"activation": "geglu", "family": "qwen2", "mlp_width": 40}, ["q", "down"]),
         ({"activation": "swiglu", "moe": Experts(4, shared_width=8, shared_gate=True)}, ["q", "o"]),
         full(({"moe": Experts(4, width=8, first_dense=1)}, None)),

@@ -94,6 +94,7 @@ def test_bench_shows_dispatch_and_the_compile_time_of_spmd(monkeypatch, capsys):
     assert all(row["temp_bytes"] > 0 and row["compile_cpu_s"] > 0 for row in rows.values())
 
 
+@pytest.mark.full
 def test_a_step_takes_as_long_as_its_dispatch_where_that_is_the_longer_part(tmp_path, monkeypatch):
     dispatch_s, step = 0.2, Mpmd.step
 

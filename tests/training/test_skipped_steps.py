@@ -49,8 +49,7 @@ def difference(a, b):
 
 
 LAYOUTS = [
-    (
-        "mesh=1x2 schedule=1f1b",
+    (  # spmd: tests/launch/test_launch_train.py
         "executor=mpmd executor.post_validation=true mesh=1x2 schedule=1f1b",
     ),
     full((("mesh=1x2x2 schedule=1f1b", "executor=mpmd mesh=2x2 schedule=zb_h1"),)),
@@ -131,6 +130,7 @@ def test_too_many_in_a_row_save_and_stop(skipping, tmp_path, tells, at):
     assert len(set(rates)) == 1
 
 
+@pytest.mark.full
 def test_without_skipping_a_bad_step_ends_the_run(skipping, tmp_path, tells):
     code, _, err = skipping("mesh=1x1", "run.on_nonfinite=stop", f"run.on_event={tells}")
     assert code == 4
