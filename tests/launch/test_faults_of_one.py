@@ -224,7 +224,7 @@ def test_data_orders_the_collectives_of_each_process(bad_batch):
 
 
 @pytest.mark.full
-def test_both_go_on_from_the_step_before_an_unreadable_batch(bad_batch):
+def test_both_resume_after_the_step_before_an_unreadable_batch(bad_batch):
     run_dir, settings, *_ = bad_batch
     with processes(2, run_dir, *settings) as resumed:
         assert [process.end(timeout_s=200) for process in resumed] == [0, 0]
