@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from itertools import product
 
 import pytest
@@ -61,8 +62,11 @@ def fuzzed(seed, directory):
     number = seed * 100
     while True:
         found, number = fuzz_requests.request(seed, number, directory), number + 1
-        words = [word for word in found.words if not word.startswith(("schedule", "partition"))]
-        is_tuned = "executor=reference" not in words and "model=custom" not in words
+        others = "schedule", "partition", "executor.fuse"
+        words = [word for word in found.words if not word.startswith(others)]
+        is_tuned = not {"executor=reference", "model=custom"} & {*words}
+        has_cp = any(re.fullmatch(r"mesh=(\d+x){5}([2-9]|\d\d+)", word) for word in words)
+        is_tuned &= not (has_cp and any(word.startswith("model.window") for word in words))
         if found.mistake is None and found.processes == 1 and is_tuned:
             timeless = [word for word in words if not word.startswith("run.timeline")]
             words = "schedule=1f1b schedule.num_microbatches=1 tune.recipe=null tune.best=2"

@@ -1,6 +1,7 @@
 """JaxPP's tutorial: its layouts train as flax does on one device."""
 
 import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,11 @@ from ppctl.cli.compose import compose
 from ppctl.training.pipeline.job import assemble
 
 
-@functools.cache
-def flax_losses(width, num_layers, num_steps):
+def flax_losses(width, blocks, num_steps):
     """Return the losses of the document's loop in float64 on one device, sums over 4 microbatches, and
-    its parameters.
+    its parameters; blocks: the first ones, which must be the document's to the precision of float32.
     """
+    num_layers = len(blocks)
 
     class Block(nn.Module):
         @nn.compact
@@ -36,8 +37,9 @@ def flax_losses(width, num_layers, num_steps):
 
     model, x = Transformer(), jnp.ones((8, 4, width), jnp.float32)
     with jax.threefry_partitionable(False):
-        params = model.init(jax.random.key(0), x)["params"]
-    params, x = jax.tree.map(lambda a: a.astype(jnp.float64), (params, x))
+        drawn = model.init(jax.random.key(0), x)["params"]
+    params, x = {name: drawn[name] | block for name, block in blocks.items()}, x.astype(jnp.float64)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), params, drawn)
     optimizer = optax.adamw(1e-3, mask=lambda tree: jax.tree.map(lambda a: a.ndim > 1, tree))
     state = optimizer.init(params)
 
@@ -80,12 +82,17 @@ def test_layouts_of_the_tutorial_train_like_flax_on_one_device(layout):
     job = assemble(compose(words))
     job.pipe.engine.compile(evaluate=False)
     state, losses = job.pipe.engine.new_state(), []
+    layers = job.pipe.engine.to_natural(state)["params"]["layers"]
+    blocks = {
+        f"block_{layer}": jax.tree.map(lambda a, l=layer: np.asarray(a[l]), layers)
+        for layer in range(8)
+    }
     for _ in range(3):
         state, metrics = job.pipe.engine.step(
             state, job.pipe.engine.batches.put(job.data.read(np.arange(8)))
         )
         losses.append(4 * float(metrics["loss"]))
-    expected, params = flax_losses(64, 8, 3)
+    expected, params = flax_losses(64, blocks, 3)
     np.testing.assert_allclose(losses, expected, rtol=1e-11)
     found = job.pipe.engine.to_natural(state)["params"]["layers"]
     for layer in range(8):

@@ -161,6 +161,7 @@ TWO = textwrap.dedent(
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
     from ppctl.training.checkpoint import orbax_io
     from ppctl.training.checkpoint.checkpoint import Checkpoints
+    from ppctl.training.checkpoint.stored_checkpoints import StoredCheckpoints
     from ppctl.launch.join_processes import gather
     from ppctl.errors import DamagedError, SaveError
 
