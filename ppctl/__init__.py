@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from ppctl.planner.search.tune_pipeline import TunedLayout, tune
     from ppctl.reports.charts.draw_schedule import draw
     from ppctl.schedule.costs import Costs
-    from ppctl.schedule.families.registry import build as build_schedule
-    from ppctl.schedule.families.registry import family
+    from ppctl.schedule.families.registry import build as build_schedule, family
     from ppctl.schedule.simulator import Timeline, simulate
     from ppctl.schedule.tick_lowering import Ticks, ticks
     from ppctl.training.pipeline.build_pipeline import pipeline

@@ -7,8 +7,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf import errors as omegaconf_errors
+from omegaconf import DictConfig, OmegaConf, errors as omegaconf_errors
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ppctl.cli import choices

@@ -8,8 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 
 from ppctl.executors.outer_layers import OuterLayers, computed, traced
 from ppctl.executors.parameter_layout import gather_shard, parameter_of, sharded_over

@@ -13,8 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from ppctl.errors import ConfigError, one_line
 from ppctl.launch.cluster_variables import cluster_fault, proxy_fault

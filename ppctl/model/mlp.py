@@ -8,8 +8,7 @@ from functools import lru_cache, partial
 import jax
 import jax.numpy as jnp
 
-from ppctl.model.random_keys import drawing
-from ppctl.model.random_keys import dropout as drop
+from ppctl.model.random_keys import drawing, dropout as drop
 from ppctl.model.stack import Stack, StackOptions, Tree
 
 ACTIVATIONS = {  # transformers have them too

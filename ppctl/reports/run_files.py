@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ppctl.config.changed_settings import Change
-from ppctl.reports import foreign_files as foreign
-from ppctl.reports import run_status
+from ppctl.reports import foreign_files as foreign, run_status
 from ppctl.user_files import open_file, read_file
 
 RUNNING, BROKEN_OFF, NO_END, NOT_STARTED = "running", "broken off", "no end recorded", "not started"

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ppctl.errors import ConfigError, nearest, os_errors, suggested
-from ppctl.reports import run_files
-from ppctl.reports import terminal_output as terminal
+from ppctl.reports import run_files, terminal_output as terminal
 from ppctl.reports.foreign_files import printable
 from ppctl.reports.run_files import RunSummary, setting_changes
 from ppctl.reports.run_page.one_run_page import warnings_of

@@ -10,8 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ppctl.errors import ScheduleError
-from ppctl.schedule import lockstep_ticks as lockstep
-from ppctl.schedule import tick_table
+from ppctl.schedule import lockstep_ticks as lockstep, tick_table
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import PART_KINDS, Schedule, Task
 from ppctl.schedule.lower_bounds import rank_work_s

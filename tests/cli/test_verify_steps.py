@@ -13,8 +13,7 @@ from support.selection import full_except
 
 from ppctl import config
 from ppctl.cli.commands import verify
-from ppctl.training.pipeline import optimizers
-from ppctl.training.pipeline import optimizers as optim
+from ppctl.training.pipeline import optimizers, optimizers as optim
 from ppctl.training.pipeline.engines.mpmd_engine import PostValidated
 from ppctl.training.pipeline.engines.one_program import OneProgram
 from ppctl.training.verification import verification

@@ -11,8 +11,7 @@ from dataclasses import fields, is_dataclass, replace
 
 import pytest
 
-from ppctl import cli
-from ppctl import config as c
+from ppctl import cli, config as c
 from ppctl.config import check
 from ppctl.config.groups.data_settings import CustomData
 from ppctl.config.groups.schedule_settings import Eager1F1B, Hanayo

@@ -16,8 +16,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from ppctl.data import document_files as documents
-from ppctl.data import token_cache
+from ppctl.data import document_files as documents, token_cache
 from ppctl.data.chat_templates import ChatTemplate
 from ppctl.data.document_files import Broken, Document, Fields, Source, read_documents
 from ppctl.data.token_cache import cached_tokens

@@ -5,8 +5,7 @@ operations that the compiler for GPUs runs during each send.
 import pytest
 from support.cuda_plugin import needs_cuda_plugin
 from support.mixtures import OPTIMIZER, Written, check, make_batch
-from support.mpmd_cases import MpmdCase, make_engine, name_of
-from support.mpmd_cases import check as check_dense
+from support.mpmd_cases import MpmdCase, check as check_dense, make_engine, name_of
 from support.selection import full, full_except
 
 import ppctl

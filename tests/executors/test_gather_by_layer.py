@@ -11,12 +11,9 @@ import numpy as np
 import pytest
 from support.cases import Case, difference, make_params, run_spmd
 from support.cuda_plugin import IS_NEWER, needs_cuda_plugin
-from support.mpmd_cases import MpmdCase, make_engine
-from support.mpmd_cases import check as check_mpmd
-from support.mpmd_cases import name_of as name_of_mpmd
+from support.mpmd_cases import MpmdCase, check as check_mpmd, make_engine, name_of as name_of_mpmd
 from support.selection import full
-from support.spmd_cases import check as check_spmd
-from support.spmd_cases import name_of as name_of_spmd
+from support.spmd_cases import check as check_spmd, name_of as name_of_spmd
 
 from ppctl import config
 from ppctl.executors.hlo_text import computations, path_of

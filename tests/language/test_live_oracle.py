@@ -21,11 +21,11 @@ from support.oracle import (
     as_in_files,
     build,
     cases,
+    computed as computed_by_torch,
     in_double,
     tokens,
     trained,
 )
-from support.oracle import computed as computed_by_torch
 
 import ppctl
 from ppctl import cli

@@ -14,8 +14,7 @@ from ppctl.config.groups.transformer_sizes import Architecture
 from ppctl.errors import ConfigError
 from ppctl.executors.stage.jaxpr_flops import matmul_flops
 from ppctl.executors.stage.stage import Stage
-from ppctl.model.attention import attention_kernels as attention
-from ppctl.model.attention import chunked_attention
+from ppctl.model.attention import attention_kernels as attention, chunked_attention
 from ppctl.model.attention.attention_kernels import PAIR_KERNELS, choose, kernel_named
 from ppctl.model.attention.attention_scores import PLAIN, Scoring
 from ppctl.model.transformer import transformer

@@ -10,8 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from support.selection import full
 
-from ppctl.model.fp8_products import gather_rounded, product, scale_of
-from ppctl.model.fp8_products import rounded as rounded_to
+from ppctl.model.fp8_products import gather_rounded, product, rounded as rounded_to, scale_of
 
 RNG = np.random.default_rng(0)
 

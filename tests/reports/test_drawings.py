@@ -12,8 +12,7 @@ from support.report_of_a import charts_of
 
 import ppctl
 from ppctl.cli.subcommands.schedule_show import draw
-from ppctl.config import Costs, Mesh, ScheduleConfig
-from ppctl.config import Schedule as Plain
+from ppctl.config import Costs, Mesh, Schedule as Plain, ScheduleConfig
 from ppctl.errors import ConfigError
 from ppctl.reports.charts.draw_schedule import schedules_page
 from ppctl.reports.charts.image_charts import (

@@ -13,9 +13,7 @@ import yaml
 from ppctl import cli, config
 from ppctl.config.groups.schedule_settings import Hanayo
 from ppctl.errors import ConfigError
-from ppctl.reports import foreign_files as foreign
-from ppctl.reports import measured_timeline_file as timeline_io
-from ppctl.reports import run_files
+from ppctl.reports import foreign_files as foreign, measured_timeline_file as timeline_io, run_files
 from ppctl.reports.foreign_files import check_inside, lines_of, printable, read_settings
 from ppctl.reports.terminal_output import replace_file
 from ppctl.user_files import open_file

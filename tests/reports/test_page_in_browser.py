@@ -17,8 +17,16 @@ from support.pages import recorded
 from support.selection import full
 
 from ppctl.cli.subcommands.schedule_show import draw
-from ppctl.config import MLP, Config, Costs, Mesh, Mpmd, Regression, ScheduleConfig
-from ppctl.config import Schedule as Plain
+from ppctl.config import (
+    MLP,
+    Config,
+    Costs,
+    Mesh,
+    Mpmd,
+    Regression,
+    Schedule as Plain,
+    ScheduleConfig,
+)
 from ppctl.config.schedule_from_config import pipeline_of
 from ppctl.launch.sweep import sweep_page
 from ppctl.launch.sweep.sweep_jobs import NUMBERS, Job, Result

@@ -32,8 +32,7 @@ jax.distributed.initialize(
 
 import numpy as np  # noqa: E402
 from jax.experimental import multihost_utils  # noqa: E402
-from jax.sharding import NamedSharding  # noqa: E402
-from jax.sharding import PartitionSpec as P  # noqa: E402
+from jax.sharding import NamedSharding, PartitionSpec as P  # noqa: E402
 from support.cases import make_batch  # noqa: E402
 from support.mpmd_cases import MpmdCase, make_engine  # noqa: E402
 

@@ -7,8 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from ppctl.cli.subcommands.schedule_show import draw
-from ppctl.config import MLP, Config, Costs, Interleaved, Mesh, Mpmd, Regression, ScheduleConfig
-from ppctl.config import Schedule as Plain
+from ppctl.config import (
+    MLP,
+    Config,
+    Costs,
+    Interleaved,
+    Mesh,
+    Mpmd,
+    Regression,
+    Schedule as Plain,
+    ScheduleConfig,
+)
 from ppctl.config.schedule_from_config import Planned, pipeline_of
 from ppctl.launch.sweep import sweep_page
 from ppctl.launch.sweep.sweep_jobs import NUMBERS, Job, Result

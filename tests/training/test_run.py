@@ -32,8 +32,7 @@ from ppctl.launch.supervisor import STOP_SIGNALS
 from ppctl.training.pipeline import known_hardware
 from ppctl.training.pipeline.engines.train_states import PlacedBatches
 from ppctl.training.pipeline.job import open_data
-from ppctl.training.run import loop
-from ppctl.training.run import train_run as run
+from ppctl.training.run import loop, train_run as run
 from ppctl.training.run.metrics import Metrics
 from ppctl.training.run.run_environment import check_disk
 

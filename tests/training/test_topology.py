@@ -14,8 +14,7 @@ from ppctl import cli, config
 from ppctl.cli.commands.plan import plan as run_plan
 from ppctl.config.groups.hardware_settings import PER_CORE
 from ppctl.errors import ConfigError
-from ppctl.executors import described_devices as topology
-from ppctl.executors import rank_meshes
+from ppctl.executors import described_devices as topology, rank_meshes
 from ppctl.executors.described_devices import described_mesh, has_plugin, target_config
 from ppctl.model.attention.cudnn_attention import CALLS
 from ppctl.schedule.mesh_axes import MeshSizes

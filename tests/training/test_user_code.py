@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from ppctl import cli, config
-from ppctl.cli.commands.init import NETWORK as STARTER_NETWORK
-from ppctl.cli.commands.init import STARTER, parser, serve
+from ppctl.cli.commands.init import NETWORK as STARTER_NETWORK, STARTER, parser, serve
 from ppctl.config.code_digests import sources
 from ppctl.config.groups.data_settings import CustomData
 from ppctl.data.dataset import DataSet, fingerprint

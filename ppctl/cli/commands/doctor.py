@@ -24,8 +24,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from ppctl.config import Config, Run
 from ppctl.errors import ConfigError, PpctlError

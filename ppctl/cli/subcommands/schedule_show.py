@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ppctl.config import Costs as AssumedCosts
-from ppctl.config import ScheduleConfig
+from ppctl.config import Costs as AssumedCosts, ScheduleConfig
 from ppctl.config.schedule_from_config import read, schedule_of
 from ppctl.errors import ScheduleError, one_line
 from ppctl.reports.charts import schedule_drawing as drawn

@@ -16,8 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 
 from ppctl.executors.compiler_options import temp_bytes
 from ppctl.executors.device_mesh import processes

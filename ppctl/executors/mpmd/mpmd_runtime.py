@@ -11,8 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from ppctl.executors.device_mesh import processes
 from ppctl.executors.mpmd.compiled_programs import CompiledPrograms, memory_breakdown

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from ppctl.executors.device_mesh import is_mine
 from ppctl.executors.mpmd.transfers import from_holder, from_shards, local_shards, local_zeros

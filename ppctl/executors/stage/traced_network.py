@@ -28,8 +28,7 @@ from ppctl.executors.stage.traced_operations import (
 )
 from ppctl.model.layer_inputs import attached_in, place_of_loss, placing
 from ppctl.model.network import Network
-from ppctl.model.random_keys import SIZE as KEY_SIZE
-from ppctl.model.random_keys import names_key, wrapped
+from ppctl.model.random_keys import SIZE as KEY_SIZE, names_key, wrapped
 from ppctl.model.stack import Stack, StackOptions, num_examples
 
 Tree = Any

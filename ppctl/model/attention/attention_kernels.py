@@ -175,8 +175,10 @@ def pallas(
 ) -> jax.Array:
     """Return attention by JAX's splash kernels for TPUs; interpret=True runs on any device."""
     # imported in the function, because importing Pallas takes 0.3 s
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as splash,
+        splash_attention_mask as masks,
+    )
 
     # 1. the mask of a head, and the tokens of a block
     T, N, H = q_BTNH.shape[1:]

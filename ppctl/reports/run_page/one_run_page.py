@@ -7,8 +7,7 @@ from typing import Any
 
 from ppctl.config.schedule_from_config import Planned
 from ppctl.errors import PpctlError
-from ppctl.reports import measured_timeline_file as timelines
-from ppctl.reports import page_kit as kit
+from ppctl.reports import measured_timeline_file as timelines, page_kit as kit
 from ppctl.reports.charts.draw_schedule import charts_html, too_many_tasks
 from ppctl.reports.charts.page_figures import curves_svg, heat_svg, memory_bars
 from ppctl.reports.charts.schedule_drawing import Drawing, number_text

@@ -23,8 +23,7 @@ from ppctl.schedule.families.registry import BASELINE, FamilyWithKnobs
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.scheduled_step import ScheduledStep, scheduled_step
 from ppctl.schedule.vocabulary_parallel import with_vocabulary
-from ppctl.training.pipeline import optimizers as optim
-from ppctl.training.pipeline import pipeline_request as request
+from ppctl.training.pipeline import optimizers as optim, pipeline_request as request
 from ppctl.training.pipeline.call_checks import checked_optimizer, compute_dtype, whole_number
 from ppctl.training.pipeline.engines.make_engine import make_engine, model_of
 from ppctl.training.pipeline.engines.train_states import States

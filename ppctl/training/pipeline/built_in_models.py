@@ -12,10 +12,8 @@ from ppctl.config.groups.model_settings import ATTENTIONS, AnyModel
 from ppctl.config.groups.transformer_sizes import Architecture
 from ppctl.data import DataSet
 from ppctl.errors import ConfigError
-from ppctl.model import mlp as mlp_model
-from ppctl.model import transformer as transformer_model
-from ppctl.model.attention.attention_kernels import Kernel, choose
-from ppctl.model.attention.attention_kernels import attention as attention_of
+from ppctl.model import mlp as mlp_model, transformer as transformer_model
+from ppctl.model.attention.attention_kernels import Kernel, attention as attention_of, choose
 from ppctl.model.attention.attention_scores import Scoring
 from ppctl.model.experts import grouped_products
 from ppctl.model.lora import Lora

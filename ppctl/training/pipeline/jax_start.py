@@ -17,15 +17,13 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from ppctl.config import Hardware, Run
-from ppctl.config import Mesh as MeshSettings
+from ppctl.config import Hardware, Mesh as MeshSettings, Run
 from ppctl.config.config_dirs import user_cache_dir
 from ppctl.config.field_checks import domains, settings_from
 from ppctl.errors import ConfigError, setting
 from ppctl.executors.compiler_options import add_to_xla_flags
 from ppctl.executors.device_mesh import all_devices, make_mesh
-from ppctl.launch import join_processes as distributed
-from ppctl.launch import xla_stderr
+from ppctl.launch import join_processes as distributed, xla_stderr
 from ppctl.schedule.mesh_axes import AXES
 
 JAX_MEMORY_FRACTION = 0.75  # JAX's default; memory_gib of GPUs in conf/hardware assumes it

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from optax.contrib import MuonDimensionNumbers
-from optax.contrib import muon as matrices_by_muon
+from optax.contrib import MuonDimensionNumbers, muon as matrices_by_muon
 
 from ppctl import config as settings
 from ppctl.config.groups.optim_settings import Adafactor, Lion

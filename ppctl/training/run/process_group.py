@@ -19,11 +19,9 @@ from typing import Any
 import jax
 
 from ppctl import errors
-from ppctl.config import Mesh as MeshSettings
-from ppctl.config import Run
+from ppctl.config import Mesh as MeshSettings, Run
 from ppctl.executors.device_mesh import all_devices
-from ppctl.launch import join_processes as distributed
-from ppctl.launch import xla_stderr
+from ppctl.launch import join_processes as distributed, xla_stderr
 from ppctl.reports.recorded_settings import setting_names, setting_value
 from ppctl.training.run.heartbeat import Heartbeat
 from ppctl.training.run.run_environment import writing

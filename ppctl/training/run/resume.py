@@ -24,8 +24,7 @@ from ppctl.training.pipeline.engines.train_states import shardings_of
 from ppctl.training.pipeline.job import TrainingJob
 from ppctl.training.pipeline.optimizers import init_state, rates_of
 from ppctl.training.run.kept_tokenizer import changed_tokenizer
-from ppctl.training.run.metrics import FILES as METRICS
-from ppctl.training.run.metrics import SKIPPED
+from ppctl.training.run.metrics import FILES as METRICS, SKIPPED
 from ppctl.training.run.process_group import compare
 
 Tree = Any

@@ -12,8 +12,7 @@ from benchmarks.published.request import DTYPE, Request
 from benchmarks.published.rows import Model
 from ppctl import config as settings
 from ppctl.config.groups.moe_settings import Experts
-from ppctl.executors.model_shapes import Model as CountedModel
-from ppctl.executors.model_shapes import tree_bytes
+from ppctl.executors.model_shapes import Model as CountedModel, tree_bytes
 from ppctl.executors.parameter_layout import shapes_on_device
 from ppctl.executors.work.roofline import ModelWork
 from ppctl.executors.work.task_flops import work_of

@@ -13,8 +13,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from ppctl.executors.model_shapes import shard_bytes, shard_shapes
 from ppctl.executors.mpmd.compiled_programs import CompiledPrograms, memory_breakdown

@@ -11,8 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from ppctl.executors.compiler_options import Flags, compiled_quickly, temp_bytes, total_bytes
 from ppctl.executors.model_shapes import shard_shapes
