@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 
-from ppctl.executors.outer_layers import OuterLayers, computed, traced
+from ppctl.executors.outer_layers import OuterLayers, traced
 from ppctl.executors.parameter_layout import gather_shard, parameter_of, sharded_over
 from ppctl.executors.stage.stage import Stage
 from ppctl.model.layer_inputs import PARAMS, LayerInputs, outer_numbers
-from ppctl.model.layer_reports import cast_layers, check_reports
+from ppctl.model.layer_reports import cast_embed_head, cast_layers, check_reports
 from ppctl.model.parallel import WHOLE, StageAxes
 from ppctl.model.stack import Stack, VocabularyParts, num_examples
 from ppctl.model.trainable_parameters import trained_part
@@ -85,7 +85,7 @@ class Model:
     @cached_property
     def x(self) -> jax.ShapeDtypeStruct:
         """Shape of the activation between layers."""
-        args = computed(self.embed_head, self.dtype), self.microbatch["inputs"]
+        args = self.computed_embed_head, self.microbatch["inputs"]
         return self.traced(lambda: jax.eval_shape(self.stack.outer[0], *args))
 
     def traced(self, function: Callable[[], Any]) -> Any:
@@ -95,10 +95,7 @@ class Model:
     @cached_property
     def inputs(self) -> LayerInputs:
         """The extra inputs of layers, embedding and head."""
-        params = {
-            "embed_head": computed(self.embed_head, self.dtype),
-            "layers": self.computed_layer,
-        }
+        params = {"embed_head": self.computed_embed_head, "layers": self.computed_layer}
         return self.traced(lambda: LayerInputs.of(self.stack, params, self.x, self.microbatch))
 
     def with_inputs(self, layer: Tree) -> Tree:
@@ -194,9 +191,14 @@ class Model:
 
     def check_reports(self) -> None:
         """Raise ConfigError unless layers report the counts that the stack declares."""
-        layers = [*map(self.stack.layer_of, range(self.stack.num_layers))]
-        how = self.stack.options.updates, self.stack.trains("layers")
-        self.traced(lambda: check_reports(layers, self.computed_layer, self.x, *how))
+        params = {"embed_head": self.computed_embed_head, "layers": self.computed_layer}
+        how = params, self.x, self.microbatch
+        self.traced(lambda: check_reports(self.stack, *how, outside=self.inputs.outside))
+
+    @property
+    def computed_embed_head(self) -> Tree:
+        """Shapes of embedding and head in the compute dtype, as `computed_layer`."""
+        return cast_embed_head(self.embed_head, self.dtype, self.stack.uncast)
 
     @property
     def computed_layer(self) -> Tree:

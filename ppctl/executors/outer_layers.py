@@ -16,6 +16,7 @@ import numpy as np
 
 from ppctl.executors.stage.jaxpr_tools import add_last_outputs, flatten
 from ppctl.model.layer_inputs import LayerInputs
+from ppctl.model.layer_reports import cast_embed_head
 from ppctl.model.parallel import StageAxes
 from ppctl.model.stack import Stack, VocabularyParts
 from ppctl.model.trainable_parameters import trained_flags, trained_part, with_trained
@@ -63,13 +64,18 @@ class OuterLayers:
     own_embed_head: tuple[bool, ...] | None
     parts: VocabularyParts | None
 
+    @property
+    def computed(self) -> Tree:
+        """Shapes of embed_head in the compute dtype, except for parameters in `Stack.uncast`."""
+        return cast_embed_head(self.embed_head, self.dtype, self.stack.uncast)
+
     @cached_property
     def uses(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         """(flags of the leaves that the embedding uses, flags of those that the head uses).
 
         A leaf that neither uses counts as the head's.
         """
-        leaves, treedef = jax.tree.flatten(computed(self.embed_head, self.dtype))
+        leaves, treedef = jax.tree.flatten(self.computed)
 
         def used(function: Any, *args: Any) -> list[bool]:
             def call(leaves: list, args: tuple) -> Tree:
@@ -110,7 +116,7 @@ class OuterLayers:
     @cached_property
     def losses(self) -> Tree:
         """Shapes of (sum of losses, number of losses)."""
-        args = computed(self.embed_head, self.dtype), self.x, self.microbatch["targets"]
+        args = self.computed, self.x, self.microbatch["targets"]
         return traced(lambda: jax.eval_shape(self.stack.outer[1], *args), self.axes)
 
     @property

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from ppctl.errors import ConfigError, setting
-from ppctl.model.layer_reports import cast_layers
+from ppctl.model.layer_reports import cast_embed_head, cast_layers, num_reports
 from ppctl.model.random_keys import layer_keys, names_key, without_key, wrapped
 
 Tree = Any
@@ -162,6 +162,7 @@ class LayerInputs:
     has_key: bool = False  # whether a layer has a parameter `key`
     one_key: bool = False  # whether all layers, as parts of one function, share a key
     embed_head: Self | None = None  # inputs of embedding and head; None: they have none
+    outside: bool = False  # whether embedding or head report counts
 
     @classmethod
     def of(cls, stack: Any, params: Tree, x: Any, batch: Tree) -> Self:
@@ -175,7 +176,9 @@ class LayerInputs:
         shapes = tuple((a.shape, jnp.dtype(a.dtype)) for a in (*leaves, x))
         functions = map(stack.layer_of, [0] if stack.are_alike else range(stack.num_layers))
         names = dict.fromkeys(name for f in functions for name in _attached_in(f, treedef, shapes))
+        before = num_reports()
         of_outer = _attached_outside(stack, params["embed_head"], x, batch)
+        outside = num_reports() > before
         taken = next((name for name in (*names, *of_outer) if RESERVED.fullmatch(name)), None)
         if taken is not None:
             raise ConfigError(
@@ -189,7 +192,7 @@ class LayerInputs:
         has_key = any(map(names_key, (stack.embed, stack.head)))
         outer = cls(of_outer, divisors, has_key, one_key)
         takes_key = any(map(names_key, stack.functions))
-        return cls(tuple(names), divisors, takes_key, one_key, outer if outer else None)
+        return cls(tuple(names), divisors, takes_key, one_key, outer if outer else None, outside)
 
     @property
     def outer(self) -> Self:
@@ -255,7 +258,7 @@ class LayerInputs:
         """Return parameters cast to `dtype`, except inputs and the parameters named in `uncast`."""
         layers = cast_layers(self.separate(params["layers"])[0], dtype, uncast)
         embed_head = self.outer.separate(params["embed_head"])[0]
-        embed_head = jax.tree.map(lambda a: a.astype(dtype), embed_head)
+        embed_head = cast_embed_head(embed_head, dtype, uncast)
         return {
             "embed_head": self.outer.replaced(params["embed_head"], embed_head),
             "layers": self.replaced(params["layers"], layers),

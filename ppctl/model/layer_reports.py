@@ -1,4 +1,4 @@
-"""Counts that layers report, such as tokens of each expert, and the parameters that they update.
+"""Counts that a model reports, such as tokens of each expert, and the parameters that they update.
 
 Counts take the place of a gradient: `report` is the identity on a parameter, and the parameter's
 "gradient" is the counts. So executors sum counts as they sum gradients: once, however often a
@@ -9,25 +9,26 @@ global norm and the optimizer. After a step each becomes update(parameter, count
 optimizer skips the step. Source: flax's `_overwrite_with_gradient`.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ppctl.errors import ConfigError
-from ppctl.model.random_keys import without_key
 from ppctl.model.trainable_parameters import trained_flags
 
 Tree = Any
 Updates = Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]]
 COUNTS = "counts"  # name of the counts among a step's metrics
-_traced = {"forwards": 0, "backwards": 0}  # number of reports traced, for `check_reports`
+_traced = Counter[str]()  # number of reports traced by "calls", "forwards" and "backwards"
 
 
 @jax.custom_vjp
 def _reported(parameter: jax.Array, counts: jax.Array) -> jax.Array:
-    del counts
+    _traced["calls"] += 1
     return parameter
 
 
@@ -47,15 +48,15 @@ _reported.defvjp(_forward, _backward)
 def report(parameter: jax.Array, counts: jax.Array) -> jax.Array:
     """Return the parameter unchanged, with `counts` as its "gradient".
 
-    For layers of a `Stack` that declares the parameter in `updates`.
+    For layers, embedding and head of a `Stack` that declares the parameter in `updates`.
 
     Args:
-        parameter: A parameter of the layer.
-        counts: Sums over the layer's examples, in the parameter's shape. Inside a divided stage:
+        parameter: A parameter of the layer, or of embedding and head.
+        counts: Sums over the function's examples, in the parameter's shape. Inside a divided stage:
             this device's summand.
 
     Returns:
-        The parameter, which must reach the layer's output by differentiable operations. If only
+        The parameter, which must reach the function's output by differentiable operations. If only
         integers depend on it, add `0 * result.sum()` to the output.
 
     Raises:
@@ -78,6 +79,11 @@ def _name(path: tuple) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def _name_in_updates(path: tuple) -> str:
+    """Return the name in `updates` of a leaf of {"embed_head", "layers"}."""
+    return _name(path[1:] if path[0].key == "layers" else path)
+
+
 def cast_layers(layers: Tree, dtype: Any, uncast: Collection[str]) -> Tree:
     """Return layers, arrays or shapes, cast to `dtype`; parameters named in `uncast` stay."""
 
@@ -90,6 +96,11 @@ def cast_layers(layers: Tree, dtype: Any, uncast: Collection[str]) -> Tree:
     return jax.tree_util.tree_map_with_path(cast, layers)
 
 
+def cast_embed_head(embed_head: Tree, dtype: Any, uncast: Collection[str]) -> Tree:
+    """Return `cast_layers` of embedding and head, whose names begin with "embed_head/"."""
+    return cast_layers({"embed_head": embed_head}, dtype, uncast)["embed_head"]
+
+
 def divided_by(grads: Tree, number: jax.Array, updates: Updates) -> Tree:
     """Return gradients {"embed_head", "layers"} divided by a number; counts stay undivided."""
 
@@ -100,12 +111,12 @@ def divided_by(grads: Tree, number: jax.Array, updates: Updates) -> Tree:
 
 
 def is_counted(path: tuple, updates: Updates) -> bool:
-    """Return whether a leaf of {"embed_head", "layers"} is a layer parameter in `updates`."""
-    return bool(updates) and path[0].key == "layers" and _name(path[1:]) in updates
+    """Return whether a leaf of {"embed_head", "layers"} is a parameter in `updates`."""
+    return bool(updates) and _name_in_updates(path) in updates
 
 
 def without_counted(tree: Tree, updates: Updates) -> Tree:
-    """Return a tree {"embed_head", "layers"} with None for the layers' parameters in `updates`."""
+    """Return a tree {"embed_head", "layers"} with None for the parameters in `updates`."""
     if not updates:
         return tree
     return jax.tree_util.tree_map_with_path(
@@ -122,7 +133,7 @@ def counted_part(tree: Tree, updates: Updates) -> Tree:
 
 def counts_by_name(counts: Tree) -> dict[str, jax.Array]:
     """Return the leaves of `counted_part` by the names in `updates`."""
-    return {_name(path[1:]): a for path, a in jax.tree_util.tree_leaves_with_path(counts)}
+    return {_name_in_updates(path): a for path, a in jax.tree_util.tree_leaves_with_path(counts)}
 
 
 def with_updated(
@@ -137,8 +148,8 @@ def with_updated(
     def one(path: tuple, p: jax.Array, counts: jax.Array | None) -> jax.Array:
         if counts is None or not is_counted(path, updates):
             return p
-        update = updates[_name(path[1:])]
-        for _ in range(num_stacked):
+        update = updates[_name_in_updates(path)]
+        for _ in range(num_stacked if path[0].key == "layers" else 0):
             update = jax.vmap(update)
         return jnp.where(is_applied, update(p, counts).astype(p.dtype), p)
 
@@ -148,32 +159,54 @@ def with_updated(
     return jax.tree_util.tree_map_with_path(one, params, grads, is_leaf=is_none)
 
 
-def check_reports(
-    layers: Sequence[Callable], w: Tree, x: Any, updates: Updates, trainable: Tree
-) -> None:
-    """Raise ConfigError unless layers' reports fit `updates`. w, x: shapes of layers' arguments."""
+def num_reports() -> int:
+    """Return the number of reports in functions traced so far, without their derivatives."""
+    return _traced["calls"]
+
+
+def check_reports(stack: Any, params: Tree, x: Any, batch: Tree, *, outside: bool) -> None:
+    """Raise ConfigError unless the reports of a stack's functions fit its `updates`.
+
+    params: {"embed_head", "layers"}, with one layer. params, x, batch: shapes. outside: whether
+    embedding or head report counts.
+    """
     # 1. the declared parameters
-    names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(w)]
-    flags = dict(zip(names, trained_flags(w, trainable), strict=True))
+    updates, paths = stack.options.updates, jax.tree_util.tree_leaves_with_path(params)
+    which = {part: stack.trains(part) for part in params}
+    trained = trained_flags(params, which)
+    flags = dict(zip((_name_in_updates(path) for path, _ in paths), trained, strict=True))
     for name in updates:
         if name not in flags:
+            of_layers = [each for each in flags if not each.startswith("embed_head/")]
             raise ConfigError(
-                f"updates names {name}, but a layer has {', '.join(names)}. Use one of these."
+                f"updates names {name}, but a layer has {', '.join(of_layers)}. Use one of these."
             )
         if not flags[name]:
             raise ConfigError(f"updates names {name}, which trainable freezes. Set it to True.")
-    # 2. the reports of a layer, forwards and backwards
-    number = {"forwards": 0, "backwards": 0}
-    for layer in dict.fromkeys(map(without_key, layers)):
-        _traced.update(number)
-        jax.eval_shape(lambda w, x, layer=layer: jax.vjp(layer, w, x)[1](x), w, x)
+    # 2. the reports of a function, forwards and backwards
+    (embed, head), layers = stack.outer, map(stack.layer_of, range(stack.num_layers))
+    calls: list[tuple[Callable, Tree, tuple]]
+    calls = [(layer, params["layers"], (x,)) for layer in dict.fromkeys(layers)]
+    if outside:
+        calls.append((embed, params["embed_head"], (batch["inputs"],)))
+        calls.append((lambda *args: head(*args)[0], params["embed_head"], (x, batch["targets"])))
+    for function, w, given in calls:
+        _traced.clear()
+        jax.eval_shape(partial(_pulled, function), w, *given)
+        what = "a layer" if w is params["layers"] else "the embedding or the head"
         if _traced["forwards"] and not updates:
             raise ConfigError(
-                "a layer reports counts, but the stack declares no parameter for them: the "
+                f"{what} reports counts, but the stack declares no parameter for them: the "
                 "optimizer would use them as a gradient. Use StackOptions(updates={name: update})."
             )
         if _traced["backwards"] < _traced["forwards"]:
             raise ConfigError(
-                "a layer reports counts, but its output has no derivative in the result of "
+                f"{what} reports counts, but its output has no derivative in the result of "
                 "ppctl.report: the counts would be lost. Add 0 * result.sum() to the output."
             )
+
+
+def _pulled(function: Callable, w: Tree, *given: Tree) -> Tree:
+    """Return the gradients of w for an output's gradient of ones."""
+    y, pull = jax.vjp(lambda w: function(w, *given), w)
+    return pull(jnp.ones_like(y))

@@ -130,6 +130,52 @@ def test_counts_are_of_the_whole_batch_and_update_their_parameters(executor, sch
         np.testing.assert_array_equal(found, wanted)
 
 
+def seen(embed_head, x, name):
+    """The parameter of this name, which counts positive entries by feature."""
+    return ppctl.report(embed_head[name], (x > 0).sum((0, 1)).astype(embed_head[name].dtype))
+
+
+def counting_outside():
+    """The stack whose embedding and head report counts too."""
+    stack = routed()
+    names = {f"embed_head/{name}": lambda p, counts: p + counts for name in ("early", "late")}
+
+    def init_embed_head(key):
+        zeros = {name: jnp.zeros(WIDTH) for name in ("early", "late")}
+        return stack.init_embed_head(key) | zeros
+
+    def embed(embed_head, inputs):
+        x = stack.embed(embed_head, inputs)
+        return x + 0 * seen(embed_head, x, "early")
+
+    def head(embed_head, x, targets):
+        return stack.head(embed_head, x + 0 * seen(embed_head, x, "late"), targets)
+
+    outside = replace(stack, init_embed_head=init_embed_head, embed=embed, head=head)
+    return outside.with_options(updates=stack.options.updates | names)
+
+
+@pytest.mark.parametrize(
+    ("executor", "mesh"),
+    [("mpmd", {"pp": 2, "fsdp": 2}), full(("spmd", {"pp": 2, "dp": 2})), full(("spmd", {"pp": 4}))],
+)
+def test_counts_of_embedding_and_head_are_the_references(executor, mesh):
+    stack, found = counting_outside(), []
+    for how in ({"executor": "reference", "mesh": {}}, {"executor": executor, "mesh": mesh}):
+        pipe = pipe_of(stack, schedule="1f1b", **how)
+        state = state_of(pipe, jax.jit(lambda: init(stack, 0))())
+        for _ in range(2):
+            state, metrics = pipe.step(state, BATCH)
+        params = jax.device_get(pipe.to_natural(state)["params"]["embed_head"])
+        found.append({**metrics["counts"], "late": params["late"], "norm": metrics["grad_norm"]})
+    plain, pipelined = jax.device_get(found)
+    assert plain["embed_head/early"].sum() > 0
+    assert {*plain} == {*pipelined}
+    for name, numbers in plain.items():
+        np.testing.assert_allclose(pipelined[name], numbers, rtol=1e-10, err_msg=name)
+    np.testing.assert_array_less(0, plain["late"])
+
+
 @pytest.mark.parametrize("executor", ["spmd", full("mpmd")])
 def test_counts_are_exact_in_bfloat16(executor):
     batch = batch_of(32, 50)  # 3200 choices: bfloat16 counts to 256

@@ -10,6 +10,7 @@ import optax
 from ppctl.executors.mpmd.dispatch_plan import ProgramId
 from ppctl.executors.mpmd.program_library import ProgramLibrary
 from ppctl.executors.mpmd.rank_programs import with_shared
+from ppctl.executors.outer_layers import is_none
 from ppctl.executors.parameter_layout import gathered, sharded_over
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.layer_reports import counted_part, divided_by, without_counted
@@ -97,7 +98,12 @@ class UpdatePrograms:
             numbers["lr"] = self.lr_schedule(step)
         numbers |= metric_means(number)
         if counts:
-            staged = jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *counts)
+            staged = {  # each leaf of embedding and head is on one rank
+                "embed_head": jax.tree.map(
+                    _first, *(c["embed_head"] for c in counts), is_leaf=is_none
+                ),
+                "layers": jax.tree.map(_joined, *(c["layers"] for c in counts)),
+            }
             numbers |= optim.counts_of(self.optimizer, staged)
         return (numbers | {name: a / divisor(number) for name, a in total.items()},)
 
@@ -116,3 +122,11 @@ class UpdatePrograms:
         *given, number = reads
         numbers = {"number": number, "grad_norm": jnp.zeros_like(divisor(number))}
         return self._update(program, *given, numbers)
+
+
+def _first(*of_ranks: jax.Array | None) -> jax.Array | None:
+    return next((a for a in of_ranks if a is not None), None)
+
+
+def _joined(*of_ranks: jax.Array) -> jax.Array:
+    return jnp.concatenate(of_ranks, 1)
