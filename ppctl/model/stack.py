@@ -84,8 +84,9 @@ class StackOptions:
             One boolean may stand for a subtree; True: all. Frozen parameters have no gradients, no
             optimizer state and no weight-gradient work.
         updates: {name: (parameter, counts) -> next parameter} for the parameters of a layer that it
-            passes to `ppctl.report`. A name is the parameter's path joined by "/". Each function
-            runs after a step, for one layer, with counts summed over the global batch. These
+            passes to `ppctl.report`. A name is the parameter's path joined by "/", with
+            "embed_head/" before it for a parameter of embedding and head. Each function runs after
+            a step, for one layer, with counts summed over the global batch. These
             parameters have no gradient, and no norm, decay or optimizer includes them.
         keep_dtype: Names of parameters of a layer, as in `updates`, that keep their dtype, as those
             in `updates` do. All others are cast to the compute dtype.
