@@ -90,7 +90,7 @@ def test_the_settings_of_the_help_are_explained():
 def test_only_train_and_doctor_serve_and_show_the_launcher(served, capsys):
     assert cli.main(["train", "recipes=tiny", "launch.processes=2"]) == 0
     [(command, settings, _)] = served
-    assert (command, settings.processes) == ("launch", 2)
+    assert (command, settings.launch.processes) == ("launch", 2)
     for command in COMPOSED:
         assert cli.main([command, "--help"]) == 0
         assert ("launch.max_restarts=0" in capsys.readouterr().out) == (
