@@ -11,7 +11,7 @@ from ppctl.errors import DataError
 
 JUMP_FRACTION = 0.1  # fraction of steps that jump to a random token
 TEACHER_WIDTH = 64
-ORDER_SEED = 0  # of arrays; not the run's seed: runs with another seed hold out the same examples
+ORDER_SEED = 0  # fixed for arrays, so that runs with any seed hold out the same examples
 NOISE = 0.01  # standard deviation of the noise on targets
 
 

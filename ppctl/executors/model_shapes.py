@@ -85,7 +85,7 @@ class Model:
     @cached_property
     def x(self) -> jax.ShapeDtypeStruct:
         """Shape of the activation between layers."""
-        args = self.computed_embed_head, self.microbatch["inputs"]
+        args = self.computed["embed_head"], self.microbatch["inputs"]
         return self.traced(lambda: jax.eval_shape(self.stack.outer[0], *args))
 
     def traced(self, function: Callable[[], Any]) -> Any:
@@ -95,8 +95,8 @@ class Model:
     @cached_property
     def inputs(self) -> LayerInputs:
         """The extra inputs of layers, embedding and head."""
-        params = {"embed_head": self.computed_embed_head, "layers": self.computed_layer}
-        return self.traced(lambda: LayerInputs.of(self.stack, params, self.x, self.microbatch))
+        of = self.stack, self.computed, self.x, self.microbatch
+        return self.traced(lambda: LayerInputs.of(*of))
 
     def with_inputs(self, layer: Tree) -> Tree:
         """Return the shapes of a layer with its extra inputs; if it takes keys, its number."""
@@ -182,6 +182,7 @@ class Model:
             embed_head=self.embed_head,
             microbatch=self.microbatch,
             x=self.x,
+            computed=self.computed["embed_head"],
             dtype=self.dtype,
             axes=self.axes,
             inputs=self.inputs,
@@ -191,14 +192,14 @@ class Model:
 
     def check_reports(self) -> None:
         """Raise ConfigError unless layers report the counts that the stack declares."""
-        params = {"embed_head": self.computed_embed_head, "layers": self.computed_layer}
-        how = params, self.x, self.microbatch
-        self.traced(lambda: check_reports(self.stack, *how, outside=self.inputs.outside))
+        of = self.stack, self.computed, self.x, self.microbatch
+        self.traced(lambda: check_reports(*of, outside=self.inputs.outside))
 
     @property
-    def computed_embed_head(self) -> Tree:
-        """Shapes of embedding and head in the compute dtype, as `computed_layer`."""
-        return cast_embed_head(self.embed_head, self.dtype, self.stack.uncast)
+    def computed(self) -> Tree:
+        """Shapes of {"embed_head", "layers"} (one layer), cast as in `computed_layer`."""
+        embed_head = cast_embed_head(self.embed_head, self.dtype, self.stack.uncast)
+        return {"embed_head": embed_head, "layers": self.computed_layer}
 
     @property
     def computed_layer(self) -> Tree:

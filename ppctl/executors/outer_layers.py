@@ -16,7 +16,6 @@ import numpy as np
 
 from ppctl.executors.stage.jaxpr_tools import add_last_outputs, flatten
 from ppctl.model.layer_inputs import LayerInputs
-from ppctl.model.layer_reports import cast_embed_head
 from ppctl.model.parallel import StageAxes
 from ppctl.model.stack import Stack, VocabularyParts
 from ppctl.model.trainable_parameters import trained_flags, trained_part, with_trained
@@ -58,16 +57,12 @@ class OuterLayers:
     embed_head: Tree
     microbatch: Tree
     x: jax.ShapeDtypeStruct
+    computed: Tree  # shapes of embed_head in the compute dtype
     dtype: Any
     axes: StageAxes
     inputs: LayerInputs
     own_embed_head: tuple[bool, ...] | None
     parts: VocabularyParts | None
-
-    @property
-    def computed(self) -> Tree:
-        """Shapes of embed_head in the compute dtype, except for parameters in `Stack.uncast`."""
-        return cast_embed_head(self.embed_head, self.dtype, self.stack.uncast)
 
     @cached_property
     def uses(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
@@ -190,7 +185,9 @@ def add_embedding_grad(
         return total
 
     def grad(embed_head: Tree, inputs: jax.Array, gx: jax.Array) -> tuple[tuple, Tree]:
-        run = lambda trained: embed(with_trained(trained, embed_head), inputs)  # noqa: E731
+        def run(trained: Tree) -> jax.Array:
+            return embed(with_trained(trained, embed_head), inputs)
+
         return (), jax.vjp(run, trained_part(embed_head, trainable))[1](gx)[0]
 
     return _added_last(grad, (embed_head, inputs, gx), total)[1]
@@ -210,7 +207,9 @@ def add_head_grads(
     """
 
     def grads(embed_head: Tree, y: jax.Array, targets: jax.Array) -> tuple[Any, Tree]:
-        run = lambda trained, y: head(with_trained(trained, embed_head), y, targets)  # noqa: E731
+        def run(trained: Tree, y: jax.Array) -> tuple:
+            return head(with_trained(trained, embed_head), y, targets)
+
         loss, pull, number = jax.vjp(run, trained_part(embed_head, trainable), y, has_aux=True)
         one = np.ones((), jnp.result_type(loss))  # NumPy makes a constant; loss may be a number
         embed_head_grad, y_grad = pull(one)

@@ -52,7 +52,7 @@ def setting_value(composed: Mapping[str, Any], name: str) -> Any:
 
 @cache
 def path_settings() -> Mapping[str, str | None]:
-    """Return the settings that are paths (also of data.parts), each with a value that is none."""
+    """Return the settings that are paths, also of data.parts, each with its value for no path."""
     return dict(paths_in(Config, ""))
 
 

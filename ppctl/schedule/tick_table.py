@@ -69,10 +69,11 @@ def hop_between(here: int, there: int, num_ranks: int) -> str | None:
 
 def receivers(schedule: Schedule) -> dict[Part, tuple[str, int]]:
     """Return (name of a value, stage that reads it) for each (stage, kind) that sends a value."""
+    readers: tuple[Kind, ...] = ("F", "B")
     return {
         (value.stage, kind): (value.name, stage)
-        for stage, reader in product(range(schedule.num_stages), "FB")
-        for value in reads(Task(stage, reader, 0), schedule.num_stages)  # type: ignore[arg-type]
+        for stage, reader in product(range(schedule.num_stages), readers)
+        for value in reads(Task(stage, reader, 0), schedule.num_stages)
         for kind in STAGE_WRITES
         if value.name in FB_HOPS and value.name in STAGE_WRITES[kind]
     }

@@ -369,7 +369,7 @@ def test_an_id_beyond_the_vocabulary_that_is_found_in_a_batch_saves_first(
     words = f"{TOKENS} data=tokens data.path={path}".replace("data=synthetic ", "")
     words = words.replace("data.num_sequences=512 ", "")
     data = open_data(compose(words.split()))
-    for example in sorted({*data.examples_of(3)}):  # of the fourth batch
+    for example in sorted({*data.examples_of(3)}):  # examples of the fourth batch
         ids[example * 8 + 3] = 60_000
         if max(part.max() for part in token_examples._samples(ids)) == 0:
             break

@@ -63,7 +63,7 @@ class Chain:
 
 
 class VocabularyPasses:
-    """The passes of a tick in which every rank computes its part of a divided vocabulary.
+    """The embedding, head and embedding-gradient passes of a tick, with a divided vocabulary.
 
     kinds: number of each stage task's kind in the table. act: name of the slots of activations.
     """

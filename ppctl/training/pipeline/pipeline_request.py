@@ -30,7 +30,7 @@ from ppctl.training.pipeline.execution import Execution
 Tree = Any
 AnyModel = Stack | Network
 AnySchedule = str | FamilyWithKnobs | Schedule
-Shapes = Mapping[str, jax.ShapeDtypeStruct]  # of a global batch
+Shapes = Mapping[str, jax.ShapeDtypeStruct]  # shapes of a global batch by name
 Knobs = Mapping[str, float]  # settings of a schedule family, by name
 CostsOf = Callable[[], RelativeCosts]
 XLA_AXES = mesh_axes.axes_dividing("weights")  # axes that XLA can divide by the sharding of a model

@@ -36,8 +36,8 @@ def with_metrics(
 ) -> Stack:
     """Return the model with a head that also sums metrics: see `ppctl.model.stack.divisor`.
 
-    It sums them like the number of losses, so their means are right for any schedule and mesh. With
-    vocab=parallel no rank has whole outputs, so there are none.
+    It sums them like the number of losses, so their means are right for any schedule and mesh.
+    With vocab=parallel no rank has whole outputs, so the head sums no metrics.
     shapes: shapes of a batch. dtype: compute dtype. ConfigError for a wrong name, a model without
     outputs, or a metric that fails or does not return a value for each example.
     """
