@@ -61,6 +61,24 @@ def test_no_class_is_longer_than_200_lines():
     assert not long.keys() - {*LARGE}, "\n".join(f"{name}: {long[name]} lines" for name in long)
 
 
+# arguments that neither reader nor type checker sees: counts that may only fall
+MOST_HIDDEN = {"lambdas with a name": 99, "functions with **": 41, "calls with **": 160}
+
+
+def test_hidden_arguments_become_fewer():
+    counts = Counter()
+    for file in FILES:
+        for node in nodes(file):
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
+                counts["lambdas with a name"] += 1
+            if isinstance(node, ast.FunctionDef) and node.args.kwarg is not None:
+                counts["functions with **"] += 1
+            if isinstance(node, ast.Call):
+                counts["calls with **"] += any(each.arg is None for each in node.keywords)
+    more = {name: number for name, number in counts.items() if number > MOST_HIDDEN[name]}
+    assert not more, more
+
+
 def test_every_path_of_the_architecture_page_is_exact():
     """A path in backticks stands from the root of the repository or of ppctl/ and leads to a file or folder."""
     paths = re.findall(
