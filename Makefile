@@ -27,7 +27,7 @@ $(DEV): $(INSTALLED)
 train: $(INSTALLED) ## train a small transformer on 8 simulated devices (2 x 4, interleaved); run it again to resume
 	$(BIN)/ppctl train recipes=stdlib_2x4
 
-test: $(DEV) ## the tests: every feature, a covering selection of cases; the ten slowest are shown
+test: $(DEV) ## the tests: a covering selection of cases; the ten slowest are shown
 	$(BIN)/python -m pytest $(WORKERS) --durations=10
 
 test-full: $(DEV) ## every test with every case, before a release

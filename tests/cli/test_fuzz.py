@@ -29,6 +29,7 @@ def drawn():
     return [request(7, number, Path("here")) for number in range(600)]
 
 
+@pytest.mark.full
 def test_a_request_is_a_function_of_its_seed_and_number(drawn):
     assert drawn[:50] == [request(7, number, Path("here")) for number in range(50)]
     assert drawn[:50] != [request(8, number, Path("here")) for number in range(50)]

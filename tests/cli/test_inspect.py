@@ -44,6 +44,7 @@ def instructions(hlo, kind):
 # --- one program --------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("words", "hops"),
     [

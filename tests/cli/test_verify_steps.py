@@ -201,6 +201,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("request_", "fault"),
     full_except(

@@ -305,6 +305,7 @@ print(len(tokens.ends), flush=True)
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "chars",
     [

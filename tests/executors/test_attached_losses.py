@@ -190,6 +190,7 @@ def test_a_network_attaches_losses(how):
     assert error({name: metrics[name] for name in losses}, losses) <= TOLERANCE
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("executor", [full("reference"), "mpmd", full("spmd")])
 def test_attached_losses_are_means_over_the_units_of_a_network(executor):
     losses, _, params = written_out()

@@ -130,6 +130,7 @@ SLOW = (
 SELECTED = [full(case) if name in SLOW else case for name, case in CASES.items()]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("mesh", "how"), SELECTED, ids=CASES)
 def test_loss_and_gradients_of_divided_stages_equal_the_reference(mesh, how):
     assert difference(mesh, **how) <= TOLERANCE

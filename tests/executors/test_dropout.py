@@ -64,8 +64,8 @@ def error(found, wanted):
 
 CASES = [
     ({"pp": 2}, "mlp", {"schedule": "1f1b", "num_microbatches": 4}),
-    ({"pp": 2, "dp": 2}, "mlp", {"schedule": "zb_h1", "executor": "mpmd", "remat": "layer"}),
-    ({"tp": 2, "cp": 2}, "short", {"schedule": "gpipe", "executor": "mpmd", "unroll": 0}),
+    full(({"pp": 2, "dp": 2}, "mlp", {"schedule": "zb_h1", "executor": "mpmd", "remat": "layer"})),
+    full(({"tp": 2, "cp": 2}, "short", {"schedule": "gpipe", "executor": "mpmd", "unroll": 0})),
     full(({"pp": 2, "tp": 2}, "adapters", {"schedule": "zb_h1"})),
 ]
 ALL = [
@@ -107,6 +107,7 @@ def test_equals_the_model_without_a_pipeline_everywhere(model, mesh, how):
     assert error(losses_and_grads(mesh, model, **how), expected(model)) <= TOLERANCE
 
 
+@pytest.mark.full
 def test_dropout_of_adapters_drops_only_their_inputs():
     batch, rate = batch_of("adapters"), 0.25
     plain, dropping_ = (
@@ -156,6 +157,7 @@ def test_dropout_depends_on_seed_and_step_and_is_off_in_evaluations():
     assert evaluated[1] == pytest.approx(float(losses[3]), rel=1e-12)
 
 
+@pytest.mark.full
 def test_a_step_that_is_taken_again_from_a_state_is_the_same():
     batch, found, stack = batch_of("mlp"), [], dropping(model="mlp")
     first = make_pipe(stack, batch, {"pp": 2}, schedule="1f1b", num_microbatches=4)
@@ -207,7 +209,7 @@ def drawing_outside(stack):
 
 
 OUTSIDE = [
-    {"mesh": {"pp": 2, "dp": 2}, "schedule": "1f1b"},
+    full({"mesh": {"pp": 2, "dp": 2}, "schedule": "1f1b"}),
     {"mesh": {"pp": 2}, "schedule": "zb_h1", "executor": "mpmd", "remat": "full"},
     full({"mesh": {"pp": 2, "fsdp": 2}, "schedule": "interleaved", "num_chunks": 2}),
     full({"mesh": {"pp": 2}, "schedule": "zb_v", "executor": "mpmd", "num_microbatches": 4}),

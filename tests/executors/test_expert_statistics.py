@@ -51,6 +51,7 @@ def statistics(metrics):
     return {name: metrics[name] for name in (*LOSSES, "counts")}
 
 
+@pytest.mark.full
 def test_losses_of_experts_do_not_depend_on_the_number_of_targets():
     inputs, targets = TOKENS[:, :4, :8]  # 32 tokens
     whole, _ = step({"inputs": inputs, "targets": targets})
@@ -80,6 +81,7 @@ def steps_of(form, dispatch):
     return step(batch_in(form), ep=2, packed=True, **how)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dispatch", ["gather", full("alltoall")])
 @pytest.mark.parametrize("form", [full("padded"), full("full"), "between"])
 def test_packing_and_padding_change_no_statistic_and_drop_the_same_rows(form, dispatch):

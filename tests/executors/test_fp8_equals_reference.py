@@ -30,6 +30,7 @@ CASES = {
 FIRST, *MORE = CASES.values()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("mesh", "how"), [FIRST, *map(full, MORE)], ids=CASES)
 def test_the_function_is_the_same_on_every_layout(mesh, how):
     assert difference(mesh, MODEL, **how) < TOLERANCE

@@ -54,6 +54,7 @@ DENSE = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", [DENSE[0], *map(full, DENSE[1:])], ids=name_of)
 def test_dense_models_do_too(case):
     check_dense(case)

@@ -127,6 +127,7 @@ def request(executor, gather, **changes):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("executor", ["spmd", full("mpmd")])
 def test_two_of_eight_layers_are_whole_in_memory_as_planned(executor):
     compiled, planned, held = {}, {}, {}

@@ -100,6 +100,7 @@ def test_a_network_takes_a_tree(mesh, how):
     assert_same((loss, pipe.stack.options.network.parameters.from_parts(grads)), of_plain_network())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("mesh", "how"), [WAYS[0], full(WAYS[1])])
 def test_a_stack_takes_a_tree(mesh, how):
     pipe = make(stack(), mesh, **how)

@@ -99,7 +99,7 @@ def initial():
 @pytest.mark.parametrize(
     ("executor", "schedule", "remat", "mesh"),
     [
-        ("spmd", "1f1b", "full", {"pp": 2, "dp": 2}),
+        full(("spmd", "1f1b", "full", {"pp": 2, "dp": 2})),
         full(("spmd", "1f1b", "none", {"pp": 2})),
         full(("spmd", "zb_h1", "layer", {"pp": 2, "fsdp": 2})),
         ("mpmd", "zb_h1", "layer", {"pp": 2, "fsdp": 2}),
@@ -155,6 +155,7 @@ def counting_outside():
     return outside.with_options(updates=stack.options.updates | names)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("executor", "mesh"),
     [("mpmd", {"pp": 2, "fsdp": 2}), full(("spmd", {"pp": 2, "dp": 2})), full(("spmd", {"pp": 4}))],
@@ -254,6 +255,7 @@ def test_counts_of_another_shape_than_the_parameter_are_refused():
         ppctl.report(jnp.zeros(4), jnp.zeros(3))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "how",
     [

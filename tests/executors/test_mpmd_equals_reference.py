@@ -70,6 +70,7 @@ CLIPPED = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", [CLIPPED[0], full(CLIPPED[1])], ids=name_of)
 def test_clipped_steps_equal_the_references(case):
     """Parameters, optimizer state and metrics; the norm is over all ranks, a tied leaf counts once."""

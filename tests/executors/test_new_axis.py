@@ -29,6 +29,7 @@ def found(tmp_path_factory):
     return json.loads(done.stdout)
 
 
+@pytest.mark.full
 def test_a_model_divided_over_a_new_axis_trains_like_the_whole_one(found):
     training = found["training"]
     assert training["shard"] == [1, 1, 1, 8, 12 // 4]  # columns over xp and tp together

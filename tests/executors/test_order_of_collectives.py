@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from support.collective_order import assert_ordered, unordered
 from support.equality import make, make_batch, make_pipe
 from support.mixtures import MIXTURES
-from support.selection import full
+from support.selection import full, full_except
 
 from ppctl import config as settings
 from ppctl.training.pipeline.optimizers import make_optimizer
@@ -29,7 +29,6 @@ CASES = {  # the first two ran in different orders, and hung
     "vocabulary": (TP, MODEL, {"schedule": "dualpipe_v", "vocab": "parallel"}),
     "experts": (EP, MOE, {"schedule": "1f1b", "remat": "full"}),
 }
-*FIRST, SLOWEST = CASES.values()
 LOOPED = {  # optimizers whose updates are loops with collectives
     "muon": make_optimizer(settings.Muon(), 10)[0],
     "lamb": make_optimizer(settings.Lamb(), 10)[0],
@@ -49,11 +48,12 @@ def check(mesh, model, how):
     assert_ordered(texts)
 
 
-@pytest.mark.parametrize(("mesh", "model", "how"), [*FIRST, full(SLOWEST)], ids=CASES)
+@pytest.mark.parametrize(("mesh", "model", "how"), full_except(CASES, "no stash"))
 def test_data_orders_the_collectives_of_a_step(mesh, model, how):
     check(mesh, model, how)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "mesh", "executor"),
     [

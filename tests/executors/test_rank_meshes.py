@@ -67,6 +67,7 @@ def engine_of(name, batch):
     return Mpmd(states, shapes, groups, step, optimizer, LR_SCHEDULE, COMPILE_FAST)
 
 
+@pytest.mark.full
 def test_ranks_of_other_factors_equal_the_reference():
     name = "untied gelu"
     batch = make_batch(name, BATCH_SIZE)

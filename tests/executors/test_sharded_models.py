@@ -85,6 +85,7 @@ EVERY += [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("model", "mesh", "how"), full_except(QUICK, "stack mpmd", "by hand spmd"))
 def test_loss_and_gradients_of_sharded_models_equal_the_reference(model, mesh, how):
     assert difference(MODELS[model](), mesh, **how) <= TOLERANCE

@@ -122,6 +122,7 @@ def test_ranks_of_mpmd_get_their_parts_of_the_vocabulary():
     )  # nothing has all ids
 
 
+@pytest.mark.full
 def test_no_rank_ever_has_more_than_its_part():
     pipe, batch = parallel_pipe()
     state = pipe.init(seed=0)

@@ -43,10 +43,11 @@ OTHER_COMMANDS = {  # they compose no whole config
     )
 }
 SLOW = (
+    "docs/api.md",
     "docs/experts.md",
     "docs/models.md",
     "docs/quickstart.md",
-)  # README.md, docs/api.md and other tests run the same code
+)  # README.md and other tests run the same code
 NEEDS_A_RUN = ("docs/runs.md",)  # its Python reads what `ppctl train recipes=tiny` left
 TUTORIAL = "docs/tutorial.md"  # a test below runs it and compares its outputs
 PICTURES = {  # docs/images/NAME.svg: settings of `ppctl schedule show`

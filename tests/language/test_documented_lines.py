@@ -76,6 +76,7 @@ def run(line, number, capsys):
     return capsys.readouterr().out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("trained", [("adapters",), full((("line1", "adapters"),))], ids=len)
 def test_every_line_of_the_page_runs(place, capsys, trained):
     """In `make test` but the training of all weights: a line as `import` prints it, see below."""

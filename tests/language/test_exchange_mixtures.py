@@ -89,6 +89,7 @@ def test_losses_of_balance_are_noted_and_not_applied(tmp_path):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["mixtral", "glm4_moe"])
 def test_experts_in_one_tensor_and_a_layer_after_the_last_are_read(name, tmp_path):
     """As `transformers` holds them in memory: gate and up of all experts of a layer in one."""

@@ -158,6 +158,7 @@ def rows():
 """
 
 
+@pytest.mark.full
 def test_a_stop_request_saves_a_common_step_and_one_process_can_resume_it(
     tmp_path, capsys, monkeypatch
 ):

@@ -59,6 +59,7 @@ def decoder(sizes, params, num_devices=1, num_positions=32):
     return Decoder(make, params, jax.devices()[:num_devices], num_positions, cached, jnp.float64)
 
 
+@pytest.mark.full
 def test_decoding_in_bfloat16_chooses_the_experts_of_the_whole_model():
     moe = Experts(num_experts=8, width=16, score="sigmoid", choice_bias=True)
     sizes = Architecture(**SIZES, moe=moe)

@@ -120,6 +120,7 @@ def test_errors_are_of_four_significant_bits(dtype):
     assert (y.dtype, dw.dtype) == (jnp.dtype(dtype), jnp.dtype(dtype))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tp_divides", ["inputs", full("outputs")])
 @pytest.mark.parametrize("dim", [0, full(1)])
 def test_a_gathered_matrix_gives_the_same_bits_as_the_whole_one(tp_divides, dim):

@@ -39,6 +39,7 @@ def test_the_choice_bias_keeps_its_dtype_with_and_without_adapters():
         assert (router["bias"].dtype, router["kernel"].dtype) == (jnp.float32, jnp.bfloat16)
 
 
+@pytest.mark.full
 def test_a_model_begins_as_it_is_without_adapters():
     plain, adapted = (
         transformer(**SIZES, lora=lora, dtype=jnp.float64) for lora in (None, Lora(4, 8.0))

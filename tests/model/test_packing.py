@@ -78,6 +78,7 @@ def expected(documents):
     return params, mean_of(stack)(params, rows_of(documents))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kernel", ["chunked", full("xla")])
 def test_packed_documents_have_the_losses_and_gradients_of_separate_documents(
     documents, expected, kernel, monkeypatch
@@ -92,6 +93,7 @@ def test_packed_documents_have_the_losses_and_gradients_of_separate_documents(
     assert_same(mean_of(stack)(params, batch), wanted)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kernel", ["xla", full("chunked")])
 def test_windows_and_caps_stay_within_documents(documents, expected, kernel, monkeypatch):
     monkeypatch.setattr(chunked_attention, "BLOCK", 6)

@@ -13,6 +13,7 @@ from ppctl.model.stack import log_sums_of_parts
 WIDTH, VOCAB_SIZE, NUM_PARTS, HELD, NUM_TOKENS = 6, 11, 3, 4, 13
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("is_kept", "is_tied", "cap"),
     [(True, False, None), (False, True, 1.5), full((False, False, None)), full((True, True, 1.5))],

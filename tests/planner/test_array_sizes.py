@@ -98,6 +98,7 @@ def test_adapters_take_the_memory_that_is_predicted_as_compiled(executor):
     assert predicted < 0.85 * whole
 
 
+@pytest.mark.full
 def test_w_of_adapters_costs_almost_no_time():
     asked = replace(TINY, model=replace(TINY.model, d_model=256))
     plain, adapted = (

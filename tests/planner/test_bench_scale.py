@@ -51,6 +51,7 @@ def test_a_row_is_planned():
     assert found.compile_s is None
 
 
+@pytest.mark.full
 def test_a_row_is_compiled(monkeypatch):
     devices = SimpleNamespace(devices=jax.devices())  # eight simulated ones
     monkeypatch.setattr(described_devices, "has_plugin", lambda: True)

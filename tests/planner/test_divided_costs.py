@@ -69,6 +69,7 @@ def sent(ops):
     return sorted(("+".join(op.axes), op.collective, op.bytes) for op in ops if op.axes)
 
 
+@pytest.mark.full
 def test_a_block_sends_its_rows_twice_each_way_and_does_its_share_of_the_products():
     whole, half = work_of(model_of(StageAxes())), work_of(model_of(StageAxes(tp=2)))
     rows = TOKENS * WIDTH * 4.0
@@ -81,6 +82,7 @@ def test_a_block_sends_its_rows_twice_each_way_and_does_its_share_of_the_product
     assert sent(plain.layer.forward) == [("tp", "sum", rows)] * 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("context", "collective", "share"), [("ring", "hop", 1 / 2), full(("gather", "gather", 1))]
 )

@@ -44,12 +44,13 @@ def flops_of_experts(ops):
     return sum(op.flops for op in ops if op.kernel == "experts")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("words", "load"),
     [
         full(((), 1.0)),
         full((("mesh=1x2x1x4",), 1.0)),
-        (EP4, 1.5),
+        full((EP4, 1.5)),
         full((("mesh=1x2x1x4", "costs.expert_imbalance=1.5", "model.moe.capacity=1.25"), 1.25)),
         (("costs.expert_imbalance=1.5",), 1.0),  # a single device computes all its tokens
         full((("mesh=1x2x1x4", "model.moe.dispatch=alltoall"), 1.0)),
@@ -85,6 +86,7 @@ def test_gather_sends_every_token_to_every_device_and_back(ep):
     assert sent_bytes(words, layer_of(*words).forward) == (ep - 1) * (2 * rows + routing)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("capacity", [full(1.0), 2.0])
 def test_alltoall_sends_each_row_to_its_expert_and_back(capacity):
     ep = 4
@@ -129,6 +131,7 @@ def test_devices_along_ep_hold_parts_of_the_experts():
         assert whole[part] - quarters[part] == pytest.approx(saved, abs=64), part
 
 
+@pytest.mark.full
 def test_layers_of_two_kinds_are_balanced_by_their_products():
     """Two dense layers, much wider than the experts of a token, then two with experts."""
     kinds = f"{EXPERTS} model.moe.first_dense=2 model.mlp_width={32 * F} model.moe.width={F}"
@@ -216,6 +219,7 @@ def sizes_of_ep(monkeypatch, *words, experts=EXPERTS, devices=16, host=8):
     return sorted({division.ep for division in found})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("words", "how", "expected"),
     [

@@ -114,6 +114,7 @@ MIXTURE = (
 COMPILED_MIXTURE_GIB = {"none": 15.27, "layer": 11.17, "full": 12.36}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("remat", full_except([*COMPILED_MIXTURE_GIB], "layer"))
 def test_predicted_memory_of_a_mixture_is_near_the_compilers(remat):
     """Experts over ep, the other parameters over fsdp; rows of the worst case."""

@@ -187,6 +187,7 @@ def test_the_best_layouts_equal_an_exhaustive_searchs(seed):
     assert (alone and alone.seconds) == least_s
 
 
+@pytest.mark.full
 @seeds
 def test_under_a_limit_too(seed):
     layouts = simulated(seed)

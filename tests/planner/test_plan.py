@@ -302,7 +302,7 @@ def test_stages_are_a_short_line_and_assumptions_precede_the_verdict(capsys):
 
 
 @pytest.mark.parametrize(
-    ("vocab", "stages"), [("whole", "Ett|tL (E emb"), ("parallel", "tt|t (t l")]
+    ("vocab", "stages"), [("whole", "Ett|tL (E emb"), full(("parallel", "tt|t (t l"))]
 )
 def test_embedding_and_head_are_listed_only_on_their_stages(vocab, stages):
     asked = request("1f1b", 4, executor="mpmd", mesh=SMALL, partition=Balanced())
@@ -317,6 +317,7 @@ def test_embedding_and_head_are_listed_only_on_their_stages(vocab, stages):
     assert f"; balanced ({where}" in (partition_text(job) or "")
 
 
+@pytest.mark.full
 def test_a_plan_without_compilation_has_no_limit_on_devices(capsys):
     words = "plan model=llama3_405b mesh=16x16x8x1x8 hardware=h100 executor=mpmd data=synthetic"
     sizes = "data.batch_size=2048 schedule.num_microbatches=16 plan.memory_gib=1000"

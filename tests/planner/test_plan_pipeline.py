@@ -23,6 +23,7 @@ def pipeline(**request):
     return ppctl.pipeline(stack, **(usual | {"executor": "mpmd", "dtype": "bfloat16"} | request))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("hardware", [full("h100"), "host"])
 def test_numbers_of_the_python_api_equal_the_command_lines(hardware):
     dtype = "bfloat16" if hardware == "h100" else "float32"

@@ -108,6 +108,7 @@ def test_rehearsed_tasks_of_a_rank_are_the_dispatched_ones(name):
         assert prepare in entries
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", full_except([*REQUESTS], "the vocabulary on all ranks"))
 def test_every_task_runs_and_their_seconds_add_up_to_the_ranks(name):
     job = assemble(REQUESTS[name], on_one_device=True)
@@ -238,6 +239,7 @@ def test_sends_of_a_stages_devices_are_counted_besides_one_devices_computation()
     )  # bytes of all devices of three ranks
 
 
+@pytest.mark.full
 def test_sends_of_vocabulary_parts_are_counted_too():
     """By the tasks of each rank, where all of their seconds are sends."""
     asked = replace(DIVIDED, schedule=replace(DIVIDED.schedule, vocab="parallel"))
@@ -251,6 +253,7 @@ def test_sends_of_vocabulary_parts_are_counted_too():
     assert slow.found.sent_s == pytest.approx(max(of_ranks))
 
 
+@pytest.mark.full
 def test_one_device_of_a_divided_rank_is_rehearsed():
     asked = replace(
         DIVIDED, model=replace(DIVIDED.model, num_layers=2), mesh=config.Mesh(1, 2, 1, tp=2)

@@ -221,6 +221,7 @@ def test_measured_layouts_are_ranked_by_measurement(tuned, monkeypatch):
     assert next(measured, inf) == inf
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_two_are_run_and_timed(tuned, tmp_path):
     code, out, _ = tuned("mesh=1x2", "tune.measure=2", "tune.schedules=[1f1b]", "--json", best=3)

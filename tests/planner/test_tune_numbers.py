@@ -46,6 +46,7 @@ def test_each_row_equals_tunes_answer_for_its_number(tune):
     assert found["chosen"] == min(seconds, key=lambda n: n * seconds[n])
 
 
+@pytest.mark.full
 def test_days_choose_the_fewest_that_finish_and_the_recipe_is_theirs(tune):
     few = "plan.tokens=1e9", "tune.schedules=[1f1b]", "tune.remat=[full]"  # a small search
     _, out, _ = tune("tune.devices=[2,4]", *few, "tune.recipe=null", "--json")

@@ -130,6 +130,7 @@ def test_the_notebooks_training_equals_numpy(others, tmp_path):
             assert [row["task"] for row in own] == order
 
 
+@pytest.mark.full
 def test_the_notebooks_gradients_and_its_first_update():
     """Items 1, 3, 5, 7, 8: 4 microbatches of 4 rows; the same, recomputed or not, as of the whole
     batch.

@@ -27,6 +27,7 @@ def texts(page):
     return [each["text"] for each in page["charts"][0]["texts"]]
 
 
+@pytest.mark.full
 def test_tasks_are_labelled_for_every_kind_or_no_kind_with_a_note(seen):
     found = set()
     for name, kinds in (

@@ -42,6 +42,7 @@ def total(held):
 MPMD = [("1f1b", "none"), ("zb_v", "none"), ("zb_v", "layer"), ("1f1b", "full"), ("zb_h1", "full")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "remat"),
     [MPMD[1], *(pytest.param(*each, marks=pytest.mark.full) for each in (MPMD[0], *MPMD[2:]))],

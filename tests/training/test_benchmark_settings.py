@@ -47,6 +47,7 @@ def test_without_checkpoints_a_run_saves_no_state_and_begins_again(train, tmp_pa
         assert not list(tmp_path.rglob("checkpoints/*"))
 
 
+@pytest.mark.full
 def test_without_checkpoints_an_interrupted_run_leaves_at_once(train, tmp_path, monkeypatch):
     log = Metrics.log
 
@@ -62,6 +63,7 @@ def test_without_checkpoints_an_interrupted_run_leaves_at_once(train, tmp_path, 
     assert not list(tmp_path.rglob("checkpoints/*"))
 
 
+@pytest.mark.full
 def test_options_of_the_compiler_are_printed_and_recorded(train, tmp_path, monkeypatch):
     flags = (("xla_backend_optimization_level", "1"),)
     monkeypatch.setattr(execution, "flags_for", lambda request, device, has_loops: flags)

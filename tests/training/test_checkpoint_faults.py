@@ -87,6 +87,7 @@ def test_truncated_arrays_are_an_error(tmp_path, pattern, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.full
 def test_a_truncated_array_among_many_is_one_error_without_other_output(tmp_path, capfd):
     noise = {
         f"w{i}": jax.random.normal(jax.random.key(i), (256, 256), jnp.float32) for i in range(16)

@@ -61,6 +61,7 @@ def entries(directory):
     return sorted((directory / "ppctl" / "compiled").rglob("*-cache"))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_second_start_compiles_nothing_and_trains_the_same(tmp_path):
     logged, losses = train(tmp_path, "first")

@@ -229,6 +229,7 @@ def numbers(run_dir):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(restored)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("resume", ["auto", full("must")])
 def test_a_run_resumes_from_the_newest_good_checkpoint_bit_for_bit(train, run_dir, trained, resume):
     flip_arrays(run_dir / "checkpoints" / "6")

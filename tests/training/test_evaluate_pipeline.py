@@ -53,8 +53,8 @@ def means(logits, number=21):
 @pytest.mark.parametrize(
     "request_",
     [
-        {"schedule": "zb_v", "executor": "mpmd", "mesh": {"pp": 2, "tp": 2}},
-        full({"schedule": "interleaved", "num_chunks": 2, "mesh": {"dp": 2, "pp": 2}}),
+        full({"schedule": "zb_v", "executor": "mpmd", "mesh": {"pp": 2, "tp": 2}}),
+        {"schedule": "interleaved", "num_chunks": 2, "mesh": {"dp": 2, "pp": 2}},
         full({"executor": "mpmd", "mesh": {"pp": 2, "fsdp": 2}, "post_validation": True}),
         full({"mesh": {"pp": 2, "tp": 2, "fsdp": 2}, "partition": [1, 3]}),
         full({"mesh": {"pp": 2, "cp": 2}}),
@@ -86,6 +86,7 @@ def test_predictions_losses_and_metrics_equal_plain_jax_for_any_number_of_exampl
         np.testing.assert_allclose(pipe.loss(state, part), expected, rtol=1e-12)
 
 
+@pytest.mark.full
 def test_a_placed_batch_is_evaluated_as_one_on_the_host():
     pipe = make(mesh=ppctl.mesh(dp=2), schedule="gpipe")
     state, batch = pipe.init(seed=1), {name: a[:8] for name, a in BATCH.items()}
@@ -122,6 +123,7 @@ def test_a_network_has_its_parameters_predictions_and_metrics_by_example():
     np.testing.assert_allclose(found["loss"], ((y - batch["targets"]) ** 2).sum() / 5, rtol=1e-12)
 
 
+@pytest.mark.full
 def test_parameters_of_a_stack_are_as_its_author_initialized_them():
     pipe = make(executor="mpmd", partition=[3, 1])
     first, second = jax.random.split(jax.random.key(3))
@@ -155,6 +157,7 @@ def test_a_wrong_metric_is_refused_before_anything_is_compiled(metrics, message)
         make(metrics=metrics)
 
 
+@pytest.mark.full
 def test_examples_of_other_shapes_are_refused():
     pipe = make()
     state = pipe.init()

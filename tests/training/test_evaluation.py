@@ -72,6 +72,7 @@ def losses_of(pipe, state, batch):
     return -picked[is_target]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("executor", "schedule", "axes", "how"),
     [

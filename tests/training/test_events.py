@@ -60,6 +60,7 @@ def test_a_signal_is_an_event_with_its_name(train, tmp_path, command):
     assert end["step"] == checkpoints(tmp_path / "run")[-1] == len(records(tmp_path / "run"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -174,6 +175,7 @@ def test_stop_needs_one_run(tmp_path, capsys):
     assert "needs the name of one run" in err
 
 
+@pytest.mark.full
 def test_on_a_terminal_a_bar_shows_steps_and_the_time_left(tmp_path):
     words = *ROWS.split(), f"run.dir={tmp_path / 'run'}", "run.num_steps=30"
     shown, environment = bytearray(), os.environ | {"TERM": "xterm", "COLUMNS": "100"}

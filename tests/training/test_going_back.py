@@ -40,6 +40,7 @@ def test_a_run_goes_back_once_and_keeps_later_records(train, copy, six_steps):
     assert (old, new) == (0.002, 1e-4)
 
 
+@pytest.mark.full
 def test_tensorboard_shows_new_losses_after_a_run_went_back(train, tmp_path):
     run_dir, words = tmp_path / "run", ("run.checkpoint.every=2", "run.trackers=[tensorboard]")
     assert train(*words)[0] == 0
@@ -63,6 +64,7 @@ def test_going_back_is_completed_after_a_kill(copy):
         assert found.stored.went_back(2)
 
 
+@pytest.mark.full
 def test_a_run_goes_back_to_a_step_again_after_it_went_back_to_another(train, copy):
     run_dir = copy(6)
     every = "run.checkpoint.every=2", "run.checkpoint.keep=9"

@@ -142,6 +142,7 @@ def test_recomputing_costs_a_forward(remat, backward_s):
     assert task_costs("none") == Costs()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sizes", "targets"),
     [

@@ -70,6 +70,7 @@ def test_each_task_is_measured_in_program_order_next_to_its_simulation(
     )  # the measured step is one of the run
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_tasks_are_timed_one_by_one_if_the_trace_has_none(tmp_path, monkeypatch):
     monkeypatch.setattr(profiler, "traced_spans", lambda *_: None)

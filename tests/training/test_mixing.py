@@ -256,6 +256,7 @@ def test_a_model_that_mixes_examples_is_refused_in_one_line_without_files(comman
         assert not (here / "runs").exists()
 
 
+@pytest.mark.full
 def test_declared_mixing_is_verified_on_the_devices_microbatches(here, capsys):
     """Also with data parallelism, which divides a batch too."""
     asked = [*ASKED, "+model.options.mixes=true", "model.mixes_examples=true", "verify.steps=1"]

@@ -60,6 +60,7 @@ def trained(loss_and_grads, optimizer, state, data):
     return state["params"], found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mesh", "num_chunks", "num_layers"),
     [((2, 2, 2), 2, 8), full(((1, 3, 1), 1, 7))],

@@ -197,6 +197,7 @@ def compared(name, model, executor, dtype=jnp.float64, **how):
     return max(difference(found, expected), of_losses)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "executor"),
     [

@@ -53,6 +53,7 @@ def network(attend, mark=ppctl.stage_boundary):
     return ppctl.Network(init, apply, squared_error)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "how", [{"executor": "mpmd", "schedule": "zb_h1"}, full({"executor": "spmd"})], ids=str
 )

@@ -87,6 +87,7 @@ def make(model="mlp", optimizer=None, **request):
     return ppctl.pipeline(build(), **(usual | request))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", full_except([*MODELS], "mlp"))
 @pytest.mark.parametrize(
     "request_",
@@ -146,7 +147,7 @@ def constants(loss):
 @pytest.mark.parametrize("loss", [full(True), False], ids=["counted", "constant"])
 @pytest.mark.parametrize(
     ("executor", "schedule", "remat"),
-    [("mpmd", "zb_h1", "none"), full(("mpmd", "1f1b", "full")), ("spmd", "1f1b", "layer")],
+    [*map(full, [("mpmd", "zb_h1", "none"), ("mpmd", "1f1b", "full")]), ("spmd", "1f1b", "layer")],
 )
 def test_values_that_are_constants_of_a_model_are_summed_as_arrays_are(
     executor, schedule, remat, loss
@@ -289,6 +290,7 @@ def test_a_wrong_option_of_an_executor_value_is_refused_in_one_line(value, messa
         value()
 
 
+@pytest.mark.full
 def test_a_pipeline_is_verified_against_the_model_without_one():
     pipe = make("network", executor="mpmd", schedule="zb_h1")
     found = ppctl.verify(pipe, batch_of(WIDTH, 3))

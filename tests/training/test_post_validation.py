@@ -25,6 +25,7 @@ def assert_same_bits(found, expected):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "clipped", [(True, True), (False, False), (False, True, False), (True, False, True)], ids=str
 )

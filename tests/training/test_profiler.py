@@ -96,6 +96,7 @@ def test_a_start_traces_the_steps_of_the_window_that_it_runs_and_names_the_other
     assert ProfileWindow(Run(), start).passed is None
 
 
+@pytest.mark.full
 def test_a_run_that_ends_before_its_profile_window_prints_a_note(train, monkeypatch):
     late = lambda finished: signal.SIGTERM if finished == 2 else None
     monkeypatch.setattr(run, "_stop_requests", lambda *_: contextlib.nullcontext(late))

@@ -192,6 +192,7 @@ def test_a_disk_that_fills_up_ends_the_run_with_one_line(train, tmp_path, monkey
     assert (last["status"], last["reason"]) == ("failed", err.removeprefix("ppctl: ").strip())
 
 
+@pytest.mark.full
 def test_the_dtype_that_devices_decided_is_the_runs_elsewhere_too(train, monkeypatch, tmp_path):
     """As of a run on accelerators, in bfloat16, that is read and goes on on CPUs."""
     words = ("run.dtype=null", "run.checkpoint.every=2", "mesh=1x1", "executor=reference")
@@ -358,6 +359,7 @@ def test_a_fault_that_is_found_after_a_step_saves_it_first(train, tmp_path, monk
     assert checkpoints(tmp_path / "run") == [step]
 
 
+@pytest.mark.full
 def test_an_id_beyond_the_vocabulary_that_is_found_in_a_batch_saves_first(
     train, tmp_path, monkeypatch
 ):

@@ -94,6 +94,7 @@ def network_run(tmp_path_factory):
         sys.modules.pop("own_net", None)
 
 
+@pytest.mark.full
 def test_parameters_of_a_network_are_the_tree_that_its_init_returns(network_run):
     network = sys.modules["own_net"].network()
     found = ppctl.load_run(network_run).params()
@@ -177,6 +178,7 @@ def test_a_loaded_transformer_predicts_logits_with_the_loss_of_the_run(tmp_path,
             ppctl.load_run(tmp_path).params()
 
 
+@pytest.mark.full
 def test_an_mlp_predicts_and_a_stack_without_outputs_is_refused(saved, monkeypatch):
     run, rng = ppctl.load_run(saved[0]), np.random.default_rng(0)
     batch = {"inputs": rng.standard_normal((4, 3)), "targets": rng.standard_normal((4, 2))}

@@ -84,6 +84,7 @@ def test_a_bad_batch_is_skipped_and_named_equally_by_all(skipping, tmp_path, lay
         assert difference(end, found[0][1]) < 1e-12
 
 
+@pytest.mark.full
 def test_a_resumed_run_counts_on(skipping, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert skipping("mesh=1x1", run_dir=whole)[0] == 0
@@ -103,6 +104,7 @@ def test_a_resumed_run_counts_on(skipping, tmp_path):
 ALL_BAD = "+data.options.bad=[" + ",".join(map(str, range(64))) + "]"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "at", ["run.checkpoint.every=null", full("run.num_steps=2"), full("run.checkpoint.every=2")]
 )

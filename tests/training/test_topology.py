@@ -147,6 +147,7 @@ def test_other_shapes_and_sizes_are_refused(monkeypatch):
         described_mesh(MeshSizes(dp=1, pp=2), "h100:1x4", h100)
 
 
+@pytest.mark.full
 def test_programs_of_mpmd_are_compiled_once_each_and_each_rank_has_its_memory(monkeypatch):
     here = assemble(replace(DISPATCHED, plan=config.Plan())).pipe.engine.compile(evaluate=False)
     described(monkeypatch)

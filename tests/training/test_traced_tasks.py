@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 from support.cuda_plugin import needs_cuda_plugin
+from support.selection import full
 from support.traced_run import traced_run
 
 from ppctl.cli.compose import compose
@@ -234,7 +235,7 @@ def as_kernels(instruction):
 @pytest.mark.parametrize(
     ("device", "line", "name"),
     [
-        ("GPU", "Stream #13(Compute)", as_kernels),
+        full(("GPU", "Stream #13(Compute)", as_kernels)),
         (
             "TPU",
             "XLA Ops",

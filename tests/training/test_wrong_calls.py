@@ -198,6 +198,7 @@ def test_a_state_of_another_pipeline_is_refused():
         make_mlp(optimizer=optax.adam(0.1)).from_natural(pipe.to_natural(state))
 
 
+@pytest.mark.full
 def test_a_state_of_equal_shapes_with_layers_in_another_order_is_refused():
     looped = make_mlp(4, schedule="interleaved", num_chunks=2)
     v_shaped = make_mlp(4, schedule="zb_v", executor="spmd")
