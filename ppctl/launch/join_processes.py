@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ JOIN_S = 300
 LEAVE_S = 30  # seconds that a finished process waits for the others
 COUNTED_BY = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")  # read by JAX's cluster detection, too
 EXTRA = 2  # simulated devices of a process outside the mesh
+LENGTH_BYTES, SHORT_BYTES = 4, 1020  # of the rows that exchange texts
 _extra_on: set[str] = set()  # the platform with EXTRA devices in each process, if any
 
 
@@ -186,10 +188,18 @@ def gather(text: str) -> list[str]:
         return [text]
     # file names that are not UTF-8 must not stop one process while the others wait
     encoded = np.frombuffer(text.encode(errors="backslashreplace"), np.uint8)
-    lengths = np.asarray(_all_rows(np.array([len(encoded)], np.int32)))[:, 0]
-    padded = np.zeros(max(1, lengths.max()), np.uint8)
-    padded[: len(encoded)] = encoded
-    rows = np.asarray(_all_rows(padded))
+    # 1. rows of one size, so that one program exchanges all: the length, and the start of the text
+    row = np.zeros(LENGTH_BYTES + SHORT_BYTES, np.uint8)
+    row[:LENGTH_BYTES] = np.array([len(encoded)], "<u4").view(np.uint8)
+    row[LENGTH_BYTES:][: len(encoded)] = encoded[:SHORT_BYTES]
+    rows = np.asarray(_all_rows(row))
+    lengths = rows[:, :LENGTH_BYTES].copy().view("<u4")[:, 0]
+    rows = rows[:, LENGTH_BYTES:]
+    # 2. whole texts, if one is longer
+    if lengths.max() > SHORT_BYTES:
+        padded = np.zeros(1 << int(lengths.max()).bit_length(), np.uint8)
+        padded[: len(encoded)] = encoded
+        rows = np.asarray(_all_rows(padded))
     return [row[:length].tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
 
 
@@ -208,11 +218,19 @@ def gather_later(flag: bool) -> Callable[[], list[bool]]:
 def _all_rows(row: np.ndarray) -> jax.Array:
     """Return the rows of all processes, exchanged by one device of each: counts may differ."""
     devices = exchange_devices()
-    mesh = Mesh(np.array(devices), ("process",))
-    divided, whole = (NamedSharding(mesh, P(*axes)) for axes in (("process",), ()))
+    divided, copied = _exchange(tuple(devices))
     placed = jax.device_put(row[None], devices[jax.process_index()])
-    rows = jax.make_array_from_single_device_arrays((len(devices), len(row)), divided, [placed])
-    return jax.jit(lambda a: a, out_shardings=whole)(rows).addressable_data(0)
+    shape = (len(devices), len(row))
+    rows = jax.make_array_from_single_device_arrays(shape, divided, [placed])
+    return copied(rows).addressable_data(0)
+
+
+@cache  # the same function each time, so that rows of one size are one compiled program
+def _exchange(devices: tuple[Any, ...]) -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
+    """Return the sharding of rows by device, and the function that copies all to each device."""
+    mesh = Mesh(np.array(devices), ("process",))
+    whole = NamedSharding(mesh, P())
+    return NamedSharding(mesh, P("process")), jax.jit(lambda a: a, out_shardings=whole)
 
 
 def leave() -> None:

@@ -36,6 +36,7 @@ def test_a_request_is_a_function_of_its_seed_and_number(drawn):
     assert len({each.mistake for each in drawn[:300]}) > len(MISTAKES) / 2
 
 
+@pytest.mark.full
 def test_every_family_and_feature_is_drawn(drawn):
     words = Counter(
         word

@@ -162,6 +162,7 @@ def test_an_answer_ends_where_the_chat_template_ends_a_turn(answering, capsys, b
     assert note not in said.err
 
 
+@pytest.mark.full
 def test_a_conversation_answers_each_message_after_all_before(here, tmp_path, capsys, monkeypatch):
     """An answer is the text that follows the whole conversation as the template writes it."""
     tokenizers = pytest.importorskip("tokenizers")

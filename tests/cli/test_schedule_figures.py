@@ -25,6 +25,7 @@ def ask(capsys, line, code=0):
     return err if code else out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("what", "form"), [*(("compare 1f1b zb_h1", form) for form in STARTS), ("list", "csv")]
 )

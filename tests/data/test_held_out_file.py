@@ -111,6 +111,7 @@ def test_files_that_cannot_be_held_out_are_refused(files, monkeypatch, words, me
         opened(files, "tokens", *words)
 
 
+@pytest.mark.full
 def test_a_run_evaluates_at_its_start_with_perplexity_and_not_again_on_a_resume(tmp_path):
     run_dir = tmp_path / "run"
     words = [*TOKENS.split(), f"run.dir={run_dir}", "run.eval_every=3", "run.eval_at_start=true"]

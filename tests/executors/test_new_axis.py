@@ -36,6 +36,7 @@ def test_a_model_divided_over_a_new_axis_trains_like_the_whole_one(found):
     assert max(training["spmd"], training["mpmd"]) < 1e-12
 
 
+@pytest.mark.full
 def test_a_whole_model_trains_over_a_new_axis_as_over_dp(found):
     assert found["training"]["not divided"] < 1e-12
 

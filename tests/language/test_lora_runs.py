@@ -407,6 +407,7 @@ def test_adapters_of_peft_come_in_and_train_on(finished, capsys):
     assert again.metrics[0]["loss"] == pytest.approx(run.loss(first), rel=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("changes", "words", "message"),
     [

@@ -77,6 +77,7 @@ def test_decoding_in_bfloat16_chooses_the_experts_of_the_whole_model():
     assert jnp.abs(found - expected).max() < 0.05
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
 def test_pieces_give_the_logits_of_the_whole(changes):
     sizes = SIZES | changes

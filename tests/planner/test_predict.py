@@ -130,6 +130,7 @@ def test_a_dtype_without_a_stated_peak_predicts_no_time_and_is_refused_where_har
         predict.predict_step(job)
 
 
+@pytest.mark.full
 def test_a_model_planned_for_absent_hardware_has_its_kernels():
     """cuDNN reads and writes no scores; XLA's plain form, which this machine would take, does."""
     words = (

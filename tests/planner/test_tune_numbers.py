@@ -62,6 +62,7 @@ def test_days_choose_the_fewest_that_finish_and_the_recipe_is_theirs(tune):
     assert "no number of devices trains plan.tokens in 1e-06 days. Use more devices." in out
 
 
+@pytest.mark.full
 def test_a_number_without_a_layout_is_named(tune):
     code, out, _ = tune("tune.devices=[1,4]", "plan.memory_gib=1.2", "tune.recipe=null")
     assert code == 0

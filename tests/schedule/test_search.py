@@ -4,6 +4,7 @@ from itertools import pairwise, product
 
 import pytest
 from support.all_families import COSTS, REAL, UNIT, cases, make
+from support.selection import full
 from support.sizes import random_programs
 
 from ppctl.schedule.costs import Costs
@@ -78,7 +79,7 @@ def test_a_run_stops_at_its_limit():
     assert jobs.run(jobs.first, limit_s=9.001).makespan_s == 9
 
 
-@pytest.mark.parametrize("costs", [UNIT, REAL])
+@pytest.mark.parametrize("costs", [full(UNIT), REAL])
 @pytest.mark.parametrize(("patience", "last"), [*product((0, 0.5, 1), (False, True))])
 def test_a_greedy_run_is_a_valid_schedule_within_the_cap(patience, last, costs):
     for schedule in SCHEDULES:

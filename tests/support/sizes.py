@@ -41,14 +41,12 @@ TINY = grid(ranks=(1, 2, 3, 4), rounds=(1, 2), chunks=(1, 2))
 
 
 def by_ranks(sizes):
-    """The sizes of each family and number of ranks, as one parameter of a test; 5, 6 and 7 ranks
-    only in `make test-full`.
+    """The sizes of each family and number of ranks, as one parameter of a test; more than 4
+    ranks only in `make test-full`.
     """
     groups = groupby(sizes, key=lambda size: size[:2])
     return [
-        pytest.param(
-            list(group), id=f"{family} p={p}", marks=[pytest.mark.full] if p in (5, 6, 7) else []
-        )
+        pytest.param(list(group), id=f"{family} p={p}", marks=[pytest.mark.full] if p > 4 else [])
         for (family, p), group in groups
     ]
 

@@ -61,6 +61,7 @@ def disk(*, full):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if full else hard, hard))
 
 
+@pytest.mark.full
 def test_continue_prints_a_note_and_saves_again_when_possible(train, tmp_path, monkeypatch):
     say = Metrics.note
 
