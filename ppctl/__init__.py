@@ -16,7 +16,7 @@ from ppctl.schedule.ir import Schedule, Task
 if TYPE_CHECKING:
     from ppctl.config.schedule_from_config import read as read_schedule
     from ppctl.errors import PpctlError
-    from ppctl.model import parallel
+    from ppctl.model import flax_modules as flax, parallel
     from ppctl.model.layer_inputs import attach_loss
     from ppctl.model.layer_reports import report
     from ppctl.model.lora import Lora
@@ -62,6 +62,7 @@ __all__ = [
     "draw",
     "dropout",
     "family",
+    "flax",
     "load_run",
     "mesh",
     "mlp",
@@ -104,6 +105,7 @@ _HOMES = {  # public names by module
     "training.verification.verify_pipeline": "Verification verify",
     "training.run.saved_run": "SavedRun load_run",
 }
+_MODULES = {"flax": "flax_modules", "parallel": "parallel"}  # public modules by name
 _RENAMED = {  # public names that differ from the names inside ppctl
     "build_schedule": "schedule.families.registry.build",
     "read_schedule": "config.schedule_from_config.read",
@@ -111,8 +113,8 @@ _RENAMED = {  # public names that differ from the names inside ppctl
 
 
 def __getattr__(name: str) -> Any:
-    if name == "parallel":
-        return import_module("ppctl.model.parallel")
+    if name in _MODULES:
+        return import_module(f"ppctl.model.{_MODULES[name]}")
     if name in _RENAMED:
         module, _, inside = _RENAMED[name].rpartition(".")
         return getattr(import_module(f"ppctl.{module}"), inside)

@@ -36,7 +36,7 @@ class Network:
             for each example in training, the same in all layers, and None otherwise.
         loss: (outputs, targets) -> (sum of losses, number of losses): scalars, summed in at least
             float32. The training loss is sum / number over the global batch.
-        mixes_examples, trainable, divisors: As in `StackOptions`.
+        mixes_examples, trainable, divisors, author_model: As in `StackOptions`.
 
     Raises:
         ConfigError: When ppctl cuts it: two layers use the same parameter, integers cross a
@@ -49,6 +49,7 @@ class Network:
     mixes_examples: bool | None = None  # None: unknown
     trainable: Tree = field(default=True, compare=False)
     divisors: Callable[[Tree, Tree], tuple[Any, Any]] | None = None
+    author_model: Callable[[Tree], Any] | None = field(default=None, compare=False)
 
 
 def stage_boundary(x: T) -> T:

@@ -114,6 +114,10 @@ class StackOptions:
         counted: (imbalance) -> Stack: the same model for predictions. In it, a product whose size
             depends on data is one equation. imbalance: work of the most loaded device relative to
             the mean.
+        initial: (key) -> {"embed_head", "layers"}: all initial parameters, for a model that draws
+            them together, in place of `init_embed_head` and `init_layer`.
+        author_model: (params) -> the object that the author made, such as a Flax module, with these
+            parameters, in the form of `Pipeline.params`.
         network: Internal: the cut of a `Network`, and the packing of its layers.
     """
 
@@ -130,6 +134,8 @@ class StackOptions:
     sharding: Tree = None
     on_device: Callable[[Any], Stack] | None = None
     counted: Callable[[float], Stack] | None = None
+    initial: Callable[[jax.Array], Tree] | None = None
+    author_model: Callable[[Tree], Any] | None = None
     network: Any = None
 
 
@@ -310,13 +316,16 @@ def metric_means(number: Tree) -> dict[str, jax.Array]:
 def init(stack: Stack, seed: int, layers: Any = None) -> Tree:
     """Return initial parameters {"embed_head", "layers"}; leaves of "layers" are [layers, ...].
 
-    Layer l's parameters depend only on the seed and l, not on the number of layers or the layout.
-    layers: the numbers of the layers to draw; None: all, as for every network.
+    Layer l's parameters depend only on the seed and l, not on the number of layers or the layout,
+    unless the model draws all together. layers: the numbers of the layers to draw; None: all.
     """
-    if stack.options.network is not None:
-        assert layers is None, "a network draws its parameters together"
-        return stack.options.network.initial(wrapped(key_of_seed(seed)))
     numbers = jnp.arange(stack.num_layers) if layers is None else jnp.asarray(layers)
+    if stack.options.initial is not None:
+        params = stack.options.initial(wrapped(key_of_seed(seed)))
+        chosen = params["layers"]
+        if layers is not None:
+            chosen = jax.tree.map(lambda a: a[numbers], chosen)
+        return params | {"layers": chosen}
     first, second = jax.random.split(wrapped(key_of_seed(seed)))
     layer = lambda l: stack.init_layer(jax.random.fold_in(second, l), l)  # noqa: E731
     return {"embed_head": stack.init_embed_head(first), "layers": jax.vmap(layer)(numbers)}

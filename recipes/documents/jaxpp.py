@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
+import ppctl
 from ppctl.data.dataset import DataSet, fingerprint
-from ppctl.model.stack import Stack
 
 SEED = 0
 
@@ -36,46 +36,40 @@ class Transformer(nn.Module):
     num_layers: int
     dtype: jnp.dtype
 
-    @nn.compact
+    def setup(self):
+        self.block = [Block(self.dtype) for _ in range(self.num_layers)]
+
     def __call__(self, x_BTD):
-        for layer in range(self.num_layers):
-            x_BTD = Block(self.dtype, name=f"block_{layer}")(x_BTD)
+        for block in self.block:
+            x_BTD = block(x_BTD)
         return x_BTD
 
 
 def initial(num_layers, width, dtype):
-    """The parameters of each block, as Flax draws them for the whole model: in float32, from the
-    document's key.
-    """
+    """The parameters, as Flax draws them: in float32, from the document's key."""
     with jax.threefry_partitionable(False):  # as JAX drew when the document was written
         drawn = Transformer(num_layers, jnp.float32).init(
             jax.random.key(SEED), jnp.ones((1, 1, width))
         )["params"]
-    return [
-        jax.tree.map(lambda a: a.astype(dtype), drawn[f"block_{layer}"])
-        for layer in range(num_layers)
-    ]
+    return jax.tree.map(lambda a: a.astype(dtype), drawn)
 
 
 def transformer(*, num_layers, dtype, data):
     """The stack of blocks on examples of `ones`: x [batch, tokens, width]."""
-    block = Block(dtype)
 
-    def init_layer(_, index):
-        blocks = initial(num_layers, data.input_dim, dtype)
-        return jax.tree.map(lambda *each: jnp.stack(each)[index], *blocks)
-
-    def embed(_, inputs_BTD):
-        return inputs_BTD.astype(dtype)
-
-    def layer(params, x_BTD):
-        return block.apply({"params": params}, x_BTD)
-
-    def head(_, x_BTD, targets_BTD):
-        errors_BTD = x_BTD.astype(jnp.promote_types(x_BTD.dtype, jnp.float32)) - targets_BTD
+    def loss(outputs_BTD, targets_BTD):
+        errors_BTD = outputs_BTD.astype(jnp.promote_types(outputs_BTD.dtype, jnp.float32))
+        errors_BTD -= targets_BTD
         return jnp.square(errors_BTD).sum(), jnp.asarray(errors_BTD.size, errors_BTD.dtype)
 
-    return Stack(num_layers, lambda _: {}, init_layer, embed, layer, head)
+    return ppctl.flax.stack(
+        Transformer(num_layers, dtype),
+        {"params": initial(num_layers, data.input_dim, dtype)},
+        blocks="block",
+        embed=lambda _, inputs_BTD: inputs_BTD.astype(dtype),
+        head=lambda _, x_BTD: x_BTD,
+        loss=loss,
+    )
 
 
 def ones(*, batch_size, seed, eval_fraction, seq_len, width):

@@ -1,51 +1,67 @@
-"""A model of one's own: equal residual layers between an embedding and a head.
+"""A model of one's own in Flax: equal blocks between an embedding and a head.
 
-ppctl divides the layers over the stages of a pipeline; every executor, schedule and mesh takes the
+ppctl divides the blocks over the stages of a pipeline; every executor, schedule and mesh takes the
 model as it is.
 """
 
-import jax
+from functools import partial
+
 import jax.numpy as jnp
+from flax import nnx
 
-from ppctl.model.stack import Stack, StackOptions
+import ppctl
 
 
-def residual_mlp(*, num_layers, dtype, data, width=32):
-    """Layers x + tanh(x W) V of `width`, for rows [batch, features] and targets [batch, values].
+class Block(nnx.Module):
+    """Attention and a perceptron, each with dropout: x [batch, samples, width] -> x."""
 
-    `dtype` is that of parameters; `data` knows sizes. `width` is this model's own:
+    def __init__(self, width, heads, rate, param_dtype, rngs):
+        how = {"param_dtype": param_dtype, "rngs": rngs}
+        self.norms = nnx.List([nnx.LayerNorm(width, **how) for _ in range(2)])
+        self.attention = nnx.MultiHeadAttention(heads, width, decode=False, **how)
+        self.up = nnx.Linear(width, 4 * width, **how)
+        self.down = nnx.Linear(4 * width, width, **how)
+        self.dropout = nnx.Dropout(rate, rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.dropout(self.attention(self.norms[0](x)))
+        return x + self.dropout(self.down(nnx.gelu(self.up(self.norms[1](x)))))
+
+
+class Waves(nnx.Module):
+    """Reads the samples of a wave as tokens, and writes its amplitude and frequency."""
+
+    def __init__(self, num_layers, data, width, heads, rate, param_dtype, rngs):
+        how = {"param_dtype": param_dtype, "rngs": rngs}
+        self.sample = nnx.Linear(1, width, **how)
+        self.place = nnx.Embed(data.input_dim, width, **how)
+        self.blocks = nnx.List(
+            [Block(width, heads, rate, param_dtype, rngs) for _ in range(num_layers)]
+        )
+        self.norm = nnx.LayerNorm(width, **how)
+        self.last = nnx.Linear(width, data.target_dim, **how)
+
+    def embed(self, inputs):  # [batch, samples] -> x, which goes from block to block
+        return self.sample(inputs[..., None]) + self.place(jnp.arange(inputs.shape[1]))
+
+    def head(self, x):  # -> outputs, which run.predict returns: see predict.py
+        return self.last(self.norm(x).mean(1))
+
+    def __call__(self, inputs):  # outside of ppctl
+        x = self.embed(inputs)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def squared_errors(outputs, targets):  # -> sum of losses, number of losses
+    errors = outputs.astype(jnp.promote_types(outputs.dtype, jnp.float32)) - targets
+    return jnp.square(errors).sum(), jnp.asarray(errors.size, errors.dtype)
+
+
+def waves(*, num_layers, dtype, data, width=32, heads=4, rate=0.05):
+    """`dtype` is that of parameters; `data` knows sizes. The others are this model's own:
     +model.options.width=64.
     """
-
-    def normal(key, num_in, num_out):
-        return jax.random.normal(key, (num_in, num_out), dtype) / num_in**0.5
-
-    def init_embed_head(key):  # what is there once: before the first layer and after the last
-        first, last = jax.random.split(key)
-        return {
-            "embed": normal(first, data.input_dim, width),
-            "head": normal(last, width, data.target_dim),
-        }
-
-    def init_layer(key, index):  # layer 0, 1, ...; all have these shapes
-        first, last = jax.random.split(key)
-        return {
-            "in": normal(first, width, 2 * width),
-            "out": normal(last, 2 * width, width) / num_layers**0.5,
-        }
-
-    def embed(embed_head, inputs):  # -> x, which goes from layer to layer and from stage to stage
-        return inputs.astype(embed_head["embed"].dtype) @ embed_head["embed"]
-
-    def layer(weights, x):  # x -> x, of the same shape and dtype
-        return x + jnp.tanh(x @ weights["in"]) @ weights["out"]
-
-    def outputs(embed_head, x):  # what run.predict returns: see predict.py
-        return x @ embed_head["head"]
-
-    def head(embed_head, x, targets):  # -> sum of losses, number of losses
-        errors = outputs(embed_head, x).astype(jnp.promote_types(x.dtype, jnp.float32)) - targets
-        return jnp.square(errors).sum(), jnp.asarray(errors.size, errors.dtype)
-
-    options = StackOptions(outputs=outputs)
-    return Stack(num_layers, init_embed_head, init_layer, embed, layer, head, options)
+    module = partial(Waves, num_layers, data, width, heads, rate, dtype)  # takes rngs
+    return ppctl.flax.stack(module, embed=Waves.embed, head=Waves.head, loss=squared_errors)

@@ -45,6 +45,7 @@ OTHER_COMMANDS = {  # they compose no whole config
 SLOW = (
     "docs/api.md",
     "docs/experts.md",
+    "docs/flax.md",
     "docs/models.md",
     "docs/quickstart.md",
 )  # README.md and other tests run the same code

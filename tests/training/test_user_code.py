@@ -41,6 +41,36 @@ def model(*, num_layers, dtype, data, width=4, **changes):
 """
 
 
+FLAX_MODEL = """
+import jax.numpy as jnp
+from flax import nnx
+
+import ppctl
+
+
+class Rows(nnx.Module):
+    def __init__(self, num_layers, data, param_dtype, rngs, width=4):
+        how = {"rngs": rngs, "param_dtype": param_dtype}
+        self.first = nnx.Linear(data.input_dim, width, **how)
+        self.blocks = nnx.List([nnx.Linear(width, width, **how) for _ in range(num_layers)])
+        self.last = nnx.Linear(width, data.target_dim, **how)
+
+    def __call__(self, inputs):
+        x = self.first(inputs)
+        for number, block in enumerate(self.blocks):
+            x = block(ppctl.stage_boundary(x) if number else x)
+        return self.last(x)
+
+    @staticmethod
+    def loss(outputs, targets):
+        return jnp.square(outputs - targets).sum(), jnp.asarray(outputs.size, outputs.dtype)
+
+
+def made(rngs):
+    return Rows(2, None, jnp.float32, rngs)
+"""
+
+
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """An empty current directory."""
@@ -75,9 +105,48 @@ def stack_of(here, broken="", **changes):
     return custom_stack(f"{name}.model", **asked, data=rows(), dtype=jnp.dtype("float32"))
 
 
+def test_a_target_is_a_flax_module(here):
+    """It gets rngs, sizes, data and dtypes; its parameters depend on the run's seed."""
+    (here / "rows_in_flax.py").write_text(FLAX_MODEL)
+    how = {"data": rows(), "dtype": jnp.dtype("float32")}
+    stack = custom_stack("rows_in_flax.Rows", 3, {"width": 6}, **how)
+    assert stack.num_layers == 3
+    params = stack.options.network.parameters.from_parts(init(stack, 0))
+    assert params["blocks"]["1"]["kernel"].shape == (6, 6)
+    other = stack.options.network.parameters.from_parts(init(stack, 1))
+    assert not np.array_equal(params["first"]["kernel"], other["first"]["kernel"])
+    with pytest.raises(ConfigError, match=r"Rows does not accept the arguments .*depth"):
+        custom_stack("rows_in_flax.Rows", 3, {"depth": 6}, **how)
+    with pytest.raises(
+        ConfigError, match=r"made takes no num_layers\. Leave model\.num_layers out"
+    ):
+        custom_stack("rows_in_flax.made", 3, {}, **how)
+
+
 @pytest.mark.full
-def test_the_starter_project_trains_and_is_verified(here, capsys, monkeypatch):
+def test_the_flax_starter_trains_and_returns_its_module(here, capsys, monkeypatch):
     assert cli.main(["init", "own"]) == 0
+    monkeypatch.chdir(here / "own")
+    asked = ["--config-dir", ".", "recipes=mine"]
+    assert cli.main(["train", *asked, "run.num_steps=30", "run.eval_every=15"]) == 0
+    lines = [json.loads(line) for line in Path("runs/mine/metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["loss"] < 0.5 < lines[0]["loss"]
+    words = [*asked, "verify.steps=1", "run.dtype=float64", "executor=mpmd", "schedule=zb_h1"]
+    capsys.readouterr()
+    assert cli.main(["verify", *words]) == 0
+    # attention of Flax computes scores in float32
+    assert "equal within 0.0001 (float64, in parts narrower)" in capsys.readouterr().out
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_ENABLE_X64": "0"}
+    done = subprocess.run(
+        [sys.executable, "predict.py"], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "parameter blocks/0/attention/key/kernel (32, 4, 8)" in done.stdout
+
+
+@pytest.mark.full
+def test_the_starter_of_functions_trains_and_is_verified(here, capsys, monkeypatch):
+    assert cli.main(["init", "own", "--functions"]) == 0
     assert "cd own && ppctl train --config-dir . recipes=mine" in capsys.readouterr().out
     monkeypatch.chdir(here / "own")
     asked = ["--config-dir", ".", "recipes=mine"]

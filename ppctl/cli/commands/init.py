@@ -13,6 +13,7 @@ from ppctl.reports.foreign_files import check_place
 from ppctl.reports.terminal_output import show_result
 
 STARTER = ROOT / "recipes/starter"
+FUNCTIONS = ROOT / "recipes/starter_functions"  # in place of files of STARTER
 NETWORK = ROOT / "recipes/starter_network"
 MAKE_DATA = "make_data.py"  # script of the network starter: writes MADE in the new directory
 MADE = ("images.npy", "labels.npy")
@@ -21,20 +22,24 @@ KINDS = (".py", ".yaml", ".md")
 
 def parser() -> Parser:
     """Return the parser for the options of `ppctl init`."""
-    notes = f"DIR gets a Stack, equal layers between an embedding and a head:\n{_listed(STARTER)}"
-    usage = "DIR [--network] [--json]"
+    notes = f"DIR gets a Flax module, data and a recipe that trains it:\n{_listed(STARTER)}"
+    usage = "DIR [--functions | --network] [--json]"
     options = Parser("init", usage, notes=notes, words="dir", nargs=None)
+    kinds = options.add_mutually_exclusive_group()
+    about = "a Stack of pure functions in place of the Flax module"
+    kinds.add_argument("--functions", action="store_true", help=about)
     about = f"a Network, any JAX function of a batch, with .npy files: {_listed(NETWORK)}"
-    options.add_argument("--network", action="store_true", help=about)
+    kinds.add_argument("--network", action="store_true", help=about)
     return options
 
 
 def serve(options: Namespace) -> int:
     """Write the files; return 0. ConfigError if that fails or would overwrite files."""
     # 1. the files
-    directory, starter = Path(options.dir), NETWORK if options.network else STARTER
+    directory, starters = Path(options.dir), (NETWORK,) if options.network else (STARTER,)
+    starters += (FUNCTIONS,) if options.functions else ()
     check_place(directory, "DIR")
-    files = _files(starter)
+    files = {file: starter / file for starter in starters for file in _files(starter)}
     has_maker = Path(MAKE_DATA) in files
     written = [directory / file for file in (*files, *(MADE if has_maker else ()))]
     there = next((file for file in written if file.exists()), None)
@@ -42,9 +47,9 @@ def serve(options: Namespace) -> int:
         fault = f"{there} exists already, and nothing is overwritten."
         raise ConfigError(f"{fault} Name another directory.")
     with os_errors(f"{directory} cannot be written", "Name another directory."):
-        for file in files:
+        for file, source in files.items():
             (directory / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(starter / file, directory / file)
+            shutil.copyfile(source, directory / file)
     maker = [sys.executable, MAKE_DATA]
     if has_maker and subprocess.run(maker, cwd=directory, check=False).returncode:
         fault = f"{directory / MAKE_DATA} cannot write {' and '.join(MADE)} here"

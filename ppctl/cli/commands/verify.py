@@ -13,7 +13,13 @@ from ppctl.training.pipeline.job import TrainingJob, assemble, partition_text
 from ppctl.training.pipeline.job_checks import check_job
 from ppctl.training.verification import verification, verify_pipeline
 from ppctl.training.verification.verification import StepComparison, TrainingComparison
-from ppctl.training.verification.verify_pipeline import Leaf, Number, Verification, worst_of
+from ppctl.training.verification.verify_pipeline import (
+    TOLERANCE,
+    Leaf,
+    Number,
+    Verification,
+    worst_of,
+)
 
 assemble_to_verify = partial(assemble, default_dtype="float64")
 GRADIENT = ("gradient", "shape", "norm", "max |reference|", "max |difference|", "error")
@@ -111,7 +117,8 @@ def _show(comparison: Comparison, notes: Sequence[str]) -> None:
         show_table(console, title, STEP, rows)
         line(*_training_lines(job, training, tolerance))
     verdict = "equal" if comparison.ok else "NOT EQUAL"
-    line(f"{verdict} within {tolerance:g} ({job.pipe.dtype})")
+    narrower = "" if tolerance == TOLERANCE[str(job.pipe.dtype)] else ", in parts narrower"
+    line(f"{verdict} within {tolerance:g} ({job.pipe.dtype}{narrower})")
 
 
 def _gradient_row(leaf: Leaf, tolerance: float) -> tuple[str, ...]:

@@ -232,6 +232,8 @@ def stack_of(network: TracedNetwork) -> Stack:
         trainable=True if all(network.leaves.is_trained) else network.parameters.trainable,
         mixes_examples=network.network.mixes_examples,
         divisors=network.network.divisors,
+        initial=network.initial,
+        author_model=network.network.author_model,
         network=network,
     )
     return Stack(

@@ -32,7 +32,7 @@ def checked_optimizer(
     """Return the optimizer. ConfigError if an argument has a wrong type or clip_norm is invalid."""
     if not isinstance(model, Stack | Network):
         what = f"The model is {_short(model)}, not a ppctl.Stack or a ppctl.Network"
-        raise ConfigError(f"{what}. Use ppctl.transformer(...).")
+        raise ConfigError(f"{what}. Use {_made_by(model)}.")
     if not isinstance(mesh, Mesh):
         raise ConfigError(f"mesh={_short(mesh)} is not a mesh. Use ppctl.mesh(dp=, pp=, fsdp=).")
     if not isinstance(optimizer, optax.GradientTransformation):
@@ -42,6 +42,13 @@ def checked_optimizer(
     if clip_norm is not None and not is_number:
         raise ConfigError(f"clip_norm={_short(clip_norm)} must be a finite number above 0.")
     return optimizer
+
+
+def _made_by(model: Any) -> str:
+    """Return the call that makes a model of this object."""
+    if any(each.__module__.startswith("flax.") for each in type(model).__mro__):
+        return "ppctl.flax.stack(model, embed=, head=, loss=) or ppctl.flax.network(model, loss=)"
+    return "ppctl.transformer(...)"
 
 
 def whole_number(name: str, value: Any, least: int) -> int:

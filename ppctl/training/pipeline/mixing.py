@@ -6,18 +6,20 @@ batch, losses between examples, or means in place of sums.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 
 from ppctl.errors import ConfigError, setting
 from ppctl.executors.compiler_options import compiled_quickly
 from ppctl.executors.reference import reference
-from ppctl.model.stack import Stack, init, num_examples
+from ppctl.executors.stage.jaxpr_flops import inner_jaxprs
+from ppctl.model.stack import Stack, init, num_examples, shapes_like
 from ppctl.training.pipeline.user_code import call_user_code
 
 Tree = Any
@@ -36,11 +38,11 @@ def refuse_mixing(name: str, stack: Stack, batch: Batch, dtype: jnp.dtype) -> st
     name: the model's name in messages. batch: an even number of examples, at most NUM_TRIED. dtype:
     the compute dtype.
     """
-    losses = partial(_mean_losses, stack, batch, dtype)
+    losses, rounded = partial(_mean_losses, stack, batch, dtype), rounded_dtype(stack, batch, dtype)
     whole, halved = call_user_code(name, "its loss of a few examples", losses)
     if not (math.isfinite(whole) and math.isfinite(halved)):
         return f"{name} was not checked for mixing examples: their loss is {whole:g}."
-    if abs(whole - halved) <= TOLERANCE[str(dtype)] * max(abs(whole), abs(halved)):
+    if abs(whole - halved) <= TOLERANCE[str(rounded)] * max(abs(whole), abs(halved)):
         return None
     number, argument = num_examples(batch["inputs"]), "mixes_examples=True of the Network"
     meant = setting("model.mixes_examples", "true", f"{argument} or StackOptions")
@@ -51,6 +53,28 @@ def refuse_mixing(name: str, stack: Stack, batch: Batch, dtype: jnp.dtype) -> st
         "of batch norm, no masks or noise by the shape of a batch) and return the sum and the "
         f"number of losses, or use {meant} if mixing is intended."
     )
+
+
+def rounded_dtype(stack: Stack, batch: Batch, dtype: jnp.dtype) -> jnp.dtype:
+    """Return the dtype that limits the precision of a loss in `dtype`: the narrowest in TOLERANCE
+    that the model casts to, as attention of Flax, which computes scores in float32.
+    """
+    shapes = shapes_like({name: batch[name] for name in ("inputs", "targets")})
+    of_batch = reference(stack, num_microbatches=1, remat="none", dtype=dtype, with_grads=False)
+    program = jax.make_jaxpr(of_batch)(stack.param_shapes, shapes)
+    return min((dtype, *_casts(program.jaxpr)), key=lambda each: jnp.finfo(each).bits)
+
+
+def _casts(jaxpr: core.Jaxpr) -> Iterator[jnp.dtype]:
+    """Yield the dtypes in TOLERANCE that a program casts wider floating values to."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "convert_element_type":
+            found: Any = equation.invars[0].aval
+            if jnp.issubdtype(found.dtype, jnp.floating):
+                made = equation.params["new_dtype"]
+                yield from [made] if str(made) in TOLERANCE else []
+        for inner in inner_jaxprs(equation):
+            yield from _casts(inner)
 
 
 def few_examples(batch: Mapping[str, Any], shapes: Mapping[str, Tree]) -> dict[str, np.ndarray]:

@@ -33,7 +33,7 @@ from ppctl.training.pipeline.engines.train_states import States, shardings_of
 from ppctl.training.pipeline.execution import Execution
 from ppctl.training.pipeline.mixing import MOST_BYTES, few_examples, refuse_mixing
 from ppctl.training.pipeline.optimizers import ModelOptimizer
-from ppctl.training.pipeline.whole_model import Metric, WholeModel, of_author
+from ppctl.training.pipeline.whole_model import Metric, WholeModel, flax_model_of, of_author
 
 Tree = Any
 
@@ -128,14 +128,20 @@ class Pipeline:
 
     # training
 
-    def init(self, seed: int | None = None) -> Tree:
+    def init(self, seed: int | None = None, *, params: Tree = None) -> Tree:
         """Return the initial state, which depends on model and seed only, not on the layout.
 
-        seed: seed of the parameters; None: the seed of the pipeline.
+        seed: seed of the parameters; None: the seed of the pipeline. params: parameters to start
+        from, in the form that `params` returns.
         """
         number = None if seed is None else whole_number("seed", seed, 0)
         self._try_examples()
-        return self._state_checks.ordered(self.engine.new_state(number))
+        state = self._state_checks.ordered(self.engine.new_state(number))
+        if params is None:
+            return state
+        network = self.stack.options.network
+        given = params if network is None else network.parameters.to_parts(params)
+        return self.from_natural({**self.to_natural(state), "params": given})
 
     def step(self, state: Tree, batch: Mapping[str, Any]) -> tuple[Tree, dict[str, jax.Array]]:
         """Return (next state, metrics) of one train step.
@@ -231,6 +237,14 @@ class Pipeline:
         "layers"}, with layers [L, ...] in model order.
         """
         return of_author(self.stack, self.engine.params(self._state_checks.checked(state)))
+
+    def flax_model(self, state: Tree) -> Any:
+        """Return the model as a Flax module with a state's parameters.
+
+        A model from `ppctl.flax` becomes a module like the given one, or the variables of a linen
+        module; any other `Stack` with outputs a `ppctl.flax.StackModule`.
+        """
+        return flax_model_of(self.stack, self.params(state))
 
     def _of_whole(self, state: Tree, batch: Any, *names: str) -> tuple[Tree, dict[str, np.ndarray]]:
         """Return (natural parameters, a checked batch of any number of examples on the host)."""

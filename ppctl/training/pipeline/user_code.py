@@ -52,6 +52,8 @@ def custom_stack(
 ) -> Stack:
     """Return model.target(num_layers, dtype, data, **options); a `Network` is cut into a `Stack`.
 
+    A target with a parameter `rngs` is a Flax module, or a function that returns one.
+
     dtype: dtype of the parameters. compute: compute dtype. device: a target device, passed if the
     function has a `device` parameter. num_layers: None: not passed, the model decides; required
     with layers=auto. layers: marks (cut a network at each `stage_boundary`) | auto (into num_layers
@@ -60,12 +62,21 @@ def custom_stack(
     """
     # 1. the call
     key, auto = f"model.target={target}", layers == "auto"
-    if num_layers is None and (auto or _needs(_function(key, target), "num_layers")):
+    takes = _signature(key, _function(key, target)).parameters
+    is_needed = "num_layers" in takes and takes["num_layers"].default is inspect.Parameter.empty
+    if num_layers is None and (auto or is_needed):
         who = "model.layers=auto cuts a Network into" if auto else f"{key} takes"
         raise ConfigError(f"{who} model.num_layers layers, but it is not set. Use 8 or the like.")
     given = {} if num_layers is None else {"num_layers": num_layers}
     given |= {"dtype": dtype, "data": data}
-    stack = _call_target((Stack, Network), key, target, given, options, {"device": device})
+    offered = {"device": device}
+    if "rngs" in takes:
+        if num_layers is not None and "num_layers" not in takes:
+            raise ConfigError(f"{key} takes no num_layers. Leave model.num_layers out.")
+        given |= {"param_dtype": dtype, "dtype": compute or dtype}
+        stack = _flax_network(key, target, given, options, offered)
+    else:
+        stack = _call_target((Stack, Network), key, target, given, options, offered)
     # 2. cut a network into layers
     head = "head"  # the author's name of the loss function
     if isinstance(stack, Network):
@@ -143,10 +154,8 @@ def _call_target(
     both = sorted(given.keys() & options.keys())
     if both:
         raise ConfigError(f"{part}.options.{both[0]} is set by ppctl. Leave it out.")
-    try:
-        parameters = inspect.signature(function).parameters
-    except ValueError as error:  # raised for some built-in functions of Python
-        raise ConfigError(f"{key} has no signature. Use a function that calls it.") from error
+    signature = _signature(key, function)
+    parameters = signature.parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     arguments = {name: value for name, value in given.items() if takes_any or name in parameters}
     missing = [name for name in given if name not in arguments]
@@ -154,7 +163,7 @@ def _call_target(
     arguments |= {name: value for name, value in (offered or {}).items() if name in wanted}
     # 2. the call
     try:
-        inspect.signature(function).bind(**arguments, **options)
+        signature.bind(**arguments, **options)
     except TypeError as error:
         raise ConfigError(
             f"{key} does not accept the arguments {', '.join([*given, *options])}: {error}. Let it "
@@ -173,10 +182,37 @@ def _call_target(
     return result
 
 
-def _needs(function: Callable[..., Any], name: str) -> bool:
-    """Return whether a function has a parameter of this name without a default."""
-    parameter = inspect.signature(function).parameters.get(name)
-    return parameter is not None and parameter.default is parameter.empty
+def _flax_network(
+    key: str,
+    target: str,
+    given: Mapping[str, Any],
+    options: Mapping[str, Any],
+    offered: Mapping[str, Any],
+) -> Network:
+    """Return the Flax module that a target makes as a `Network`.
+
+    Its loss is the module's function `loss` (outputs, targets), or that of next tokens.
+    """
+    from flax import nnx
+
+    from ppctl.model import flax_modules as flax
+
+    def made(rngs: nnx.Rngs) -> nnx.Module:
+        return _call_target((nnx.Module,), key, target, given, options, {**offered, "rngs": rngs})
+
+    module = made(nnx.Rngs(0))
+    return flax.network(made, loss=getattr(type(module), "loss", flax.next_token_loss))
+
+
+def _signature(key: str, function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a function, or of the constructor of a class."""
+    try:
+        if not isinstance(function, type):
+            return inspect.signature(function)
+        found = inspect.signature(function.__init__)
+        return found.replace(parameters=[*found.parameters.values()][1:])  # without self
+    except ValueError as error:  # raised for some built-in functions of Python
+        raise ConfigError(f"{key} has no signature. Use a function that calls it.") from error
 
 
 def _function(key: str, target: str) -> Callable[..., Any]:

@@ -170,6 +170,15 @@ class WholeModel:
             yield jax.tree.map(lambda a, of=of: put(a[of]), examples), put(valid)
 
 
+def flax_model_of(stack: Stack, params: Tree) -> Any:
+    """Return the result of `Pipeline.flax_model` for these parameters, in their author's form."""
+    if stack.options.author_model is not None:
+        return stack.options.author_model(params)
+    from ppctl.model.tree_modules import StackModule  # imports Flax
+
+    return StackModule(stack, params)
+
+
 def of_author(stack: Stack, tree: Tree) -> Tree:
     """Return a tree with the parameters in it named as by the network's author.
 

@@ -30,6 +30,7 @@ from ppctl.training.checkpoint.manifest import array_types, differences
 from ppctl.training.pipeline.built_in_models import lora_of, make_stack
 from ppctl.training.pipeline.call_checks import arrays_of, check_by_model
 from ppctl.training.pipeline.job import DEFAULT_DTYPE, open_data
+from ppctl.training.pipeline.whole_model import flax_model_of
 from ppctl.user_files import path_of
 
 Tree = Any
@@ -40,8 +41,7 @@ class SavedRun:
     """A run directory, made by `load_run`. Files are read on first use.
 
     The user's model code is imported as by `ppctl train`, from the current directory first. If it
-    is not found, the error names the directory where the run was started. Building the model reads
-    no training data, because checkpoints record the shapes of examples.
+    is not found, the error names the directory where the run was started. No training data is read.
     """
 
     directory: Path
@@ -72,8 +72,7 @@ class SavedRun:
 
     def step(self, step: int | None) -> int:
         """Return `step`, or the newest checkpoint's for None. CheckpointError if it is missing."""
-        steps = self.steps
-        if not steps or step not in (None, *steps):
+        if not (steps := self.steps) or step not in (None, *steps):
             found = f"steps {', '.join(map(str, steps))}" if steps else "none"
             wanted = "" if step is None else f" of step {step}"
             raise CheckpointError(f"{self.directory} has no checkpoint{wanted}; it has {found}.")
@@ -132,6 +131,10 @@ class SavedRun:
         arrays = arrays_of({"inputs": inputs}, ("inputs",))
         check_by_model(stack, arrays)
         return self._outputs(params, jax.tree.map(jnp.asarray, arrays["inputs"]))
+
+    def flax_model(self, step: int | None = None) -> Any:
+        """Return the model as a Flax module (`Pipeline.flax_model`). step: as in `params`."""
+        return flax_model_of(self._stack, self.params(step))
 
     def loss(self, batch: Mapping[str, Any], step: int | None = None) -> float:
         """Return the mean loss of a batch {"inputs", "targets"}, arrays [examples, ...]."""

@@ -14,6 +14,7 @@ from ppctl.executors.parameter_layout import is_layer
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.stack import Stack
 from ppctl.training.pipeline.call_checks import on_host
+from ppctl.training.pipeline.mixing import rounded_dtype
 from ppctl.training.pipeline.pipeline import Pipeline
 from ppctl.training.pipeline.whole_model import initial_params, of_author, plain_functions
 
@@ -126,9 +127,12 @@ def verify_gradients(
 
 
 def tolerance_of(pipe: Pipeline) -> float:
-    """Return the largest error that counts as rounding, for the compute and parameter dtypes."""
+    """Return the largest error that counts as rounding, for the dtypes of parameters and compute,
+    or a narrower one that the model casts to.
+    """
     held = {str(a.dtype) for a in jax.tree.leaves(pipe.states.natural["params"])}
-    return max(TOLERANCE[dtype] for dtype in {*held, str(pipe.dtype)} & {*TOLERANCE})
+    rounded = str(rounded_dtype(pipe.stack, pipe.batch_shapes, pipe.dtype))
+    return max(TOLERANCE[dtype] for dtype in {*held, rounded} & {*TOLERANCE})
 
 
 def compared(value: Any, reference: Any) -> Number:

@@ -1,0 +1,146 @@
+"""Modules of NNX around trees of parameters: of a `Stack`, and of a module of `flax.linen`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen, nnx
+
+from ppctl.errors import ConfigError
+from ppctl.model.random_keys import KIND, names_key
+from ppctl.model.stack import Stack, init, num_examples
+
+Tree = Any
+LOSSES = "losses"  # collection of sown losses
+
+
+class TreeModule(nnx.Module):
+    """A module whose attributes are the parts of a tree of parameters, by their names."""
+
+    def __init__(self, params: Tree):
+        self.names = tuple(params)
+        for name, tree in params.items():
+            setattr(self, name, nnx.data(jax.tree.map(_param, tree, is_leaf=_is_box)))
+
+    @property
+    def params(self) -> Tree:
+        """The parameters as arrays."""
+        return _values({name: getattr(self, name) for name in self.names})
+
+
+def _is_box(leaf: Any) -> bool:
+    return isinstance(leaf, linen.Partitioned)
+
+
+def _param(leaf: Any) -> nnx.Param:
+    if _is_box(leaf):
+        return nnx.Param(jnp.asarray(leaf.value), out_sharding=leaf.names)
+    return nnx.Param(jnp.asarray(leaf))
+
+
+def _values(tree: Tree) -> Tree:
+    return jax.tree.map(lambda a: a[...], tree, is_leaf=lambda a: isinstance(a, nnx.Variable))
+
+
+def _stream(seed: int) -> nnx.RngStream:
+    return nnx.RngStream(jax.random.key(seed, impl=KIND), tag="dropout")
+
+
+# --- a stack ------------------------------------------------------------------------------------
+
+
+class StackPart(TreeModule):
+    """A layer of a stack, or its embedding and head."""
+
+    def __init__(self, params: Tree, functions: tuple[Callable[..., Any], ...], seed: int):
+        """functions: of (params, inputs), and of the examples' keys if they have a `key`."""
+        super().__init__(params)
+        self.functions, self.deterministic = functions, False
+        if any(map(names_key, functions)):
+            self.random = _stream(seed)
+
+    def __call__(self, x: Any, number: int = 0) -> Any:
+        """Return function `number` of x, with random numbers unless `deterministic`."""
+        function = self.functions[number]
+        if not names_key(function):
+            return function(self.params, x)
+        keys = None if self.deterministic else jax.random.split(self.random(), num_examples(x))
+        return function(self.params, x, key=keys)
+
+
+class StackModule(nnx.Module):
+    """A stack as a module: `outer` is embedding and head, `blocks` the list of its layers.
+
+    The result of `ppctl.flax.module`, `pipe.flax_model(state)` and `run.flax_model()`. As a model:
+    ppctl.flax.stack(module, embed=StackModule.embed, head=StackModule.head, loss=loss).
+    """
+
+    def __init__(self, stack: Stack, params: Tree):
+        if stack.options.outputs is None:
+            raise ConfigError("The Stack has no outputs, only a loss. Give it outputs=...")
+        layers = stack.layer if isinstance(stack.layer, tuple) else (stack.layer,)
+        self.outer = StackPart(params["embed_head"], (stack.embed, stack.options.outputs), 0)
+        each = [
+            jax.tree.map(lambda a, l=l: a[l], params["layers"]) for l in range(stack.num_layers)
+        ]
+        self.blocks = nnx.List(
+            StackPart(own, (layers[l % len(layers)],), 1 + l) for l, own in enumerate(each)
+        )
+
+    def embed(self, inputs: Any) -> jax.Array:
+        """Return x, the input of the first block, [batch, ...]."""
+        return self.outer(inputs)
+
+    def head(self, x: jax.Array) -> Tree:
+        """Return the outputs, such as logits, of the last block's x."""
+        return self.outer(x, 1)
+
+    def __call__(self, inputs: Any) -> Tree:
+        """Return the outputs of inputs, an array [batch, ...] or a dict of them."""
+        x = self.embed(inputs)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def module(stack: Stack, *, seed: int = 0) -> StackModule:
+    """Return a `Stack`, such as `ppctl.transformer(...)`, as an `nnx.Module` with new parameters.
+
+    It has the parameters and outputs of a pipeline of the stack. It can be called, inspected, given
+    other blocks, and turned into a model again by `ppctl.flax.stack`.
+
+    Raises:
+        ConfigError: The stack has no outputs.
+    """
+    return StackModule(stack, init(stack, seed))
+
+
+# --- flax.linen ---------------------------------------------------------------------------------
+
+
+class LinenModule(TreeModule):
+    """A module of `flax.linen`, with its variables."""
+
+    def __init__(self, module: linen.Module, variables: Tree):
+        super().__init__(variables["params"])
+        rest = {name: a for name, a in variables.items() if name not in ("params", LOSSES)}
+        self.module, self.random = module, _stream(0)
+        self.rest = nnx.data(jax.tree.map(nnx.Variable, rest))
+
+    def run(self, function: Callable[..., Any], x: Any, *, draws: bool = False) -> Any:
+        """Return function(module, x); draws: whether it has random numbers."""
+        given = {"params": self.params} | _values(self.rest)
+        streams = {"dropout": self.random()} if draws else None
+        result, state = self.module.apply(given, x, method=function, mutable=True, rngs=streams)
+        for path, value in jax.tree.leaves_with_path(state.get(LOSSES, {})):
+            names = [key.key for key in path if hasattr(key, "key")]
+            self.sow(nnx.Intermediate, names[-1], value)
+        for name, tree in self.rest.items():  # for `Part.traced`, which finds changes
+            jax.tree.map(_update, tree, state[name], is_leaf=lambda a: isinstance(a, nnx.Variable))
+        return result
+
+
+def _update(variable: nnx.Variable, value: Any) -> None:
+    if value is not variable.get_raw_value():
+        variable.set_value(value)

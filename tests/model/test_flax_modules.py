@@ -1,0 +1,363 @@
+"""Flax modules train in a pipeline as plain Flax and Optax train them, in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from support.flax_models import (
+    TOKENS,
+    VOCAB,
+    WIDTH,
+    Block,
+    Gpt,
+    adamw,
+    batch_of,
+    clipped,
+    loss,
+    make,
+    make_linen,
+    trained,
+)
+from support.selection import full
+
+import ppctl
+from ppctl.errors import ConfigError
+
+TOLERANCE = 1e-10
+
+
+def pipe_of(model, mesh=None, schedule="1f1b", **how):
+    how = {"num_microbatches": 4, "dtype": "float64", "clip_norm": 1.0} | how
+    mesh = ppctl.mesh(**({"pp": 2} if mesh is None else mesh))
+    return ppctl.pipeline(model, mesh, schedule, adamw(), batch=batch_of(), **how)
+
+
+def steps(pipe, number=3):
+    state, losses = pipe.init(), []
+    for _ in range(number):
+        state, metrics = pipe.step(state, batch_of())
+        losses.append(float(metrics["loss"]))
+    return losses, state
+
+
+def variables(module):
+    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+
+def assert_close(found, wanted):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=TOLERANCE), found, wanted)
+
+
+LAYOUTS = [
+    ("stack", {"schedule": "1f1b"}),
+    ("network", {"schedule": "zb_v"}),
+    ("stack", {"schedule": "zb_h1", "executor": "mpmd", "partition": [3, 1]}),
+    full(("stack", {"schedule": "interleaved", "num_chunks": 2, "mesh": {"pp": 2, "fsdp": 2}})),
+    full(("stack", {"schedule": "zb_v", "executor": "mpmd", "mesh": {"pp": 2, "dp": 2}})),
+    full(("network", {"schedule": "1f1b", "executor": "mpmd"})),
+    full(("network", {"schedule": "interleaved", "num_chunks": 2, "remat": "full"})),
+]
+
+
+@pytest.mark.parametrize(("form", "how"), LAYOUTS)
+def test_a_module_trains_as_by_plain_flax_and_optax(form, how):
+    model, of_ppctl = make(form)
+    pipe = pipe_of(of_ppctl, **how)
+    losses, state = steps(pipe)
+    wanted, expected = trained(model)
+    np.testing.assert_allclose(losses, wanted, rtol=TOLERANCE)
+    found = pipe.flax_model(state)
+    assert type(found) is Gpt
+    assert_close(variables(found), variables(expected))
+    np.testing.assert_allclose(
+        pipe.predict(state, batch_of()["inputs"]), found(batch_of()["inputs"]), atol=TOLERANCE
+    )
+
+
+def test_parameters_have_the_modules_paths():
+    stack = make()[1]
+    names = {
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, _ in jax.tree.leaves_with_path(stack.param_shapes)
+    }
+    assert {"embed_head/token/embedding", "layers/attention/kernel"} <= names
+    params = jax.eval_shape(make("network")[1].init, jax.random.key(0))
+    assert {*params["blocks"]} == {"0", "1", "2", "3"}
+
+
+def losses_with(form, rate=0.3, mesh=None, **how):
+    pipe = pipe_of(make(form, rate=rate)[1], mesh, **how)
+    return steps(pipe)[0], float(pipe.evaluate(pipe.init(), batch_of())["loss"])
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"schedule": "zb_h1", "executor": "mpmd", "num_microbatches": 2},
+        full({"schedule": "zb_v", "remat": "full"}),
+        full({"mesh": {"pp": 2, "dp": 2}, "num_microbatches": 2}),
+        full({"mesh": {"pp": 1}, "executor": "reference", "num_microbatches": 1}),
+    ],
+)
+def test_dropout_draws_by_example_on_every_layout(how):
+    usual, evaluated = losses_with("stack")
+    found, again = losses_with("stack", **how)
+    np.testing.assert_allclose(found, usual, rtol=TOLERANCE)
+    np.testing.assert_allclose(again, evaluated, rtol=TOLERANCE)
+    assert abs(usual[0] - evaluated) > 1e-3, "dropout is on in training only"
+
+
+def test_a_network_drops_too():
+    found, evaluated = losses_with("network")
+    assert abs(found[0] - evaluated) > 1e-3
+    np.testing.assert_allclose(evaluated, losses_with("stack")[1], rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("form", ["stack", full("network")])
+def test_sown_losses_are_attached_losses(form):
+    model, of_ppctl = make(form, sows=True)
+    pipe = pipe_of(of_ppctl, schedule="zb_h1")
+    losses, state = steps(pipe)
+    wanted, expected = trained(model)
+    assert pipe.attached_losses == ("small",)
+    np.testing.assert_allclose(losses, wanted, rtol=TOLERANCE)
+    assert_close(variables(pipe.flax_model(state)), variables(expected))
+
+
+def test_nnx_remat_inside_blocks():
+    assert steps(pipe_of(make(remat=True)[1]))[0] == pytest.approx(trained(make()[0])[0])
+
+
+class Scale(nnx.Module):
+    def __init__(self, *, rngs, factor=1.0):
+        draw = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
+        with nnx.use_eager_sharding(False):  # the names are for ppctl
+            how = {"param_dtype": jnp.float64, "kernel_init": draw}
+            self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs, **how)
+        self.factor = factor
+
+    def __call__(self, x):
+        return x + jnp.tanh(self.factor * self.linear(x))
+
+
+class Rows(nnx.Module):
+    """Blocks of rows of numbers."""
+
+    def __init__(self, blocks):
+        self.blocks = blocks
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+ROWS = {
+    "inputs": np.random.default_rng(1).standard_normal((8, WIDTH)),
+    "targets": np.random.default_rng(2).standard_normal((8, WIDTH)),
+}
+
+
+def squares(outputs, targets):
+    return jnp.square(outputs - targets).sum(), jnp.asarray(targets.size, outputs.dtype)
+
+
+def stack_of_rows(layers, **how):
+    parts = {"embed": lambda m, x: x, "head": lambda m, x: x, "loss": squares}
+    return ppctl.flax.stack(Rows(layers), **(parts | how))
+
+
+def loss_of_rows(stack, **how):
+    pipe = ppctl.pipeline(
+        stack,
+        how.pop("mesh", ppctl.mesh(pp=2)),
+        how.pop("schedule", "1f1b"),
+        optax.sgd(0.1),
+        batch=ROWS,
+        num_microbatches=2,
+        dtype="float64",
+        **how,
+    )
+    state = pipe.init()
+    return float(pipe.loss(state, ROWS)), pipe, state
+
+
+def test_blocks_with_other_settings_are_other_functions():
+    """Each computes with its own settings, not with those of the first."""
+    rngs = nnx.Rngs(0)
+    blocks = nnx.List([Scale(rngs=rngs, factor=factor) for factor in (1.0, 2.0, 1.0, 0.5)])
+    stack = stack_of_rows(blocks)
+    assert stack.layer[0] is stack.layer[2]
+    assert len({*stack.layer}) == 3
+    value, number = squares(Rows(blocks)(ROWS["inputs"]), ROWS["targets"])
+    assert loss_of_rows(stack)[0] == pytest.approx(float(value / number), rel=TOLERANCE)
+    alike = stack_of_rows(nnx.List([Scale(rngs=rngs) for _ in range(2)]))
+    assert callable(alike.layer), "initializers that are made anew do not count as settings"
+
+
+def test_stacked_blocks_are_layers():
+    @nnx.split_rngs(splits=4)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def made(rngs):
+        return Scale(rngs=rngs)
+
+    blocks = made(nnx.Rngs(0))
+    stack = stack_of_rows(blocks)
+    assert stack.num_layers == 4
+    graph, state = nnx.split(blocks)
+    x = ROWS["inputs"]
+    for l in range(4):
+        x = nnx.merge(graph, jax.tree.map(lambda a, l=l: a[l], state))(x)
+    value, number = squares(x, ROWS["targets"])
+    found, pipe, state = loss_of_rows(stack)
+    assert found == pytest.approx(float(value / number), rel=TOLERANCE)
+    assert_close(variables(pipe.flax_model(state).blocks), variables(blocks))
+
+
+def test_names_of_axes_become_shards_over_tp():
+    stack = stack_of_rows(nnx.List([Scale(rngs=nnx.Rngs(l)) for l in range(2)]))
+    assert stack.options.sharding["layers"]["linear"]["kernel"] == P(None, "tp")
+    whole = loss_of_rows(stack)[0]
+    divided, *_ = loss_of_rows(stack, mesh=ppctl.mesh(pp=2, tp=2), executor="mpmd")
+    assert divided == pytest.approx(whole, rel=TOLERANCE)
+
+
+def test_only_chosen_variables_are_trained():
+    model = make()[0]
+    for block in model.blocks:
+        block.up = nnx.LoRALinear(
+            WIDTH,
+            2 * WIDTH,
+            lora_rank=2,
+            rngs=nnx.Rngs(1),
+            param_dtype=jnp.float64,
+            lora_param_dtype=jnp.float64,
+        )
+    parts = {"embed": Gpt.embed, "head": Gpt.head, "loss": loss}
+    stack = ppctl.flax.stack(model, trainable=nnx.LoRAParam, **parts)
+    pipe = pipe_of(stack)
+    _, state = steps(pipe, 1)
+    before, after = (nnx.to_flat_state(nnx.state(m)) for m in (model, pipe.flax_model(state)))
+    for (path, old), (_, new) in zip(before, after, strict=True):
+        if isinstance(old, nnx.Param):
+            is_equal = np.array_equal(old[...], new[...])
+            assert is_equal != isinstance(old, nnx.LoRAParam), path
+
+
+@pytest.mark.parametrize("form", ["stack", full("network")])
+def test_linen_modules_train_as_by_plain_flax(form):
+    model, variables, of_ppctl = make_linen(form)
+    pipe = pipe_of(of_ppctl)
+    losses, state = steps(pipe)
+    params, update = variables["params"], clipped()
+    inner = update.init(params)
+    wanted = []
+
+    def mean(params):
+        logits, sown = model.apply(
+            {"params": params}, batch_of()["inputs"], train=True, mutable="losses"
+        )
+        total, number = loss(logits, batch_of()["targets"])
+        return total / number + sum(jax.tree.leaves(sown)), total / number
+
+    for _ in range(3):
+        (_, value), grads = jax.jit(jax.value_and_grad(mean, has_aux=True))(params)
+        change, inner = update.update(grads, inner, params)
+        params = optax.apply_updates(params, change)
+        wanted.append(float(value))
+    np.testing.assert_allclose(losses, wanted, rtol=TOLERANCE)
+    assert_close(pipe.flax_model(state)["params"], params)
+
+
+def test_linen_dropout_is_off_in_evaluations():
+    pipe = pipe_of(make_linen(rate=0.5)[2])
+    state = pipe.init()
+    whole = pipe_of(make_linen(rate=0.0)[2])
+    evaluated = float(pipe.evaluate(state, batch_of())["loss"])
+    assert evaluated == pytest.approx(float(whole.evaluate(whole.init(), batch_of())["loss"]))
+    assert abs(float(pipe.step(state, batch_of())[1]["loss"]) - evaluated) > 1e-3
+
+
+def test_a_pipeline_starts_from_given_parameters():
+    pipe = pipe_of(make()[1])
+    _, state = steps(pipe, 1)
+    again = pipe.init(params=pipe.params(state))
+    assert_close(pipe.params(again), pipe.params(state))
+    assert float(pipe.loss(again, batch_of())) == float(pipe.loss(state, batch_of()))
+
+
+# --- refused --------------------------------------------------------------------------------------
+
+
+class Normed(nnx.Module):
+    def __init__(self, *, rngs, **how):
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs, param_dtype=jnp.float64, **how)
+
+    def __call__(self, x):
+        return x + self.norm(x)
+
+
+def test_batch_norm_is_refused_by_its_path_but_not_with_running_averages():
+    blocks = lambda **how: nnx.List([Normed(rngs=nnx.Rngs(0), **how) for _ in range(2)])
+    with pytest.raises(ConfigError, match=r"^blocks/0/norm/mean is a BatchStat .* GroupNorm"):
+        loss_of_rows(stack_of_rows(blocks()))[1].compile()
+    found = loss_of_rows(stack_of_rows(blocks(use_running_average=True)))
+    found[1].step(found[2], ROWS)
+
+
+def test_unequal_and_shared_blocks_are_refused_by_name():
+    rngs = nnx.Rngs(0)
+    with pytest.raises(
+        ConfigError, match=r"^linear/bias is float64\[8\] in blocks/0, but missing in blocks/1"
+    ):
+        stack_of_rows(nnx.List([Scale(rngs=rngs), Normed(rngs=rngs)]))
+    same = Scale(rngs=rngs)
+    with pytest.raises(ConfigError, match=r"^blocks/0/linear/\w+ and blocks/1/linear/\w+ are one"):
+        stack_of_rows(nnx.List([same, same]))
+    with pytest.raises(ConfigError, match=r"^Rows has no modules layers\. Name them: blocks="):
+        stack_of_rows(nnx.List([same]), blocks="layers")
+
+
+def test_wrong_arguments_name_the_call_that_leads_on():
+    model = make()[0]
+    with pytest.raises(ConfigError, match=r"Use ppctl\.flax\.stack\(model, .*flax\.network"):
+        pipe_of(model)
+    with pytest.raises(ConfigError, match=r"^Gpt is an nnx\.Module, which holds its variables"):
+        ppctl.flax.network(model, {}, loss=loss)
+    with pytest.raises(ConfigError, match=r"^LinenGpt is a flax\.linen module, which needs its"):
+        ppctl.flax.network(make_linen()[0], loss=loss)
+    with pytest.raises(ConfigError, match=r"^int is not a Flax module"):
+        ppctl.flax.network(3, loss=loss)
+
+
+# --- a stack as a module --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_the_transformer_is_a_module(dropout):
+    sizes = {"num_layers": 4, "d_model": WIDTH, "num_heads": 2, "vocab_size": VOCAB}
+    stack = ppctl.transformer(**sizes, dtype="float64", dropout=dropout)
+    pipe = pipe_of(stack, schedule="zb_v")
+    state = pipe.init(seed=0)
+    module = ppctl.flax.module(stack, seed=0)
+    module.eval()
+    inputs = batch_of()["inputs"]
+    np.testing.assert_allclose(module(inputs), pipe.predict(state, inputs), atol=TOLERANCE)
+    _, state = steps(pipe, 1)
+    again = pipe.flax_model(state)
+    again.eval()
+    np.testing.assert_allclose(again(inputs), pipe.predict(state, inputs), atol=TOLERANCE)
+    kind = type(module)
+    back = ppctl.flax.stack(again, embed=kind.embed, head=kind.head, loss=loss)
+    other = pipe_of(back)
+    assert float(other.loss(other.init(), batch_of())) == pytest.approx(
+        float(pipe.loss(state, batch_of())), rel=TOLERANCE
+    )
+
+
+def test_flax_is_imported_only_by_its_users():
+    assert TOKENS
+    assert Block
