@@ -50,9 +50,11 @@ def make_mesh(sizes: MeshSizes, order: str = "auto") -> Mesh:
             f"{fitting}, or another number of processes."
         )
     if need > len(devices):
+        late = "call ppctl.mesh before JAX makes arrays, such as those of a Flax module"
+        simulated = late if kind == "cpu" else f"{on_cpu()}, which simulates devices"
         raise ConfigError(
             f"{request} needs {need} devices, but there are {len(devices)} ({kind}). Use a "
-            f"smaller mesh, such as {fitting}, or {on_cpu()}, which simulates devices."
+            f"smaller mesh, such as {fitting}, or {simulated}."
         )
     return mesh_of(laid_out(devices[:need], sizes, order))
 

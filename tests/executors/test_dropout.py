@@ -341,5 +341,8 @@ def test_a_network_that_cannot_have_keys_is_refused():
     def other(params, x, key=None):
         return network.apply(params if key is None else params[::-1], x, key)
 
-    with pytest.raises(ppctl.PpctlError, match="other layers with a key than with key=None"):
+    with pytest.raises(
+        ppctl.PpctlError,
+        match=r"^Parameter \S+ is used by another layer with a key than with key=None",
+    ):
         make_pipe(replace(network, apply=other), batch, {"pp": 3})

@@ -157,8 +157,8 @@ def test_a_mesh_larger_than_the_attached_devices_is_refused_in_one_line():
         make_mesh(MeshSizes(2, 4, 2))
     assert str(error.value) == (
         "mesh dp*pp*fsdp = 2*4*2 = 16 needs 16 devices, but there are 8 (cpu). "
-        "Use a smaller mesh, such as ppctl.mesh(pp=8), or JAX_PLATFORMS=cpu, which simulates "
-        "devices."
+        "Use a smaller mesh, such as ppctl.mesh(pp=8), or call ppctl.mesh before JAX makes arrays, "
+        "such as those of a Flax module."
     )
 
 

@@ -321,6 +321,30 @@ def test_unequal_and_shared_blocks_are_refused_by_name():
         stack_of_rows(nnx.List([same]), blocks="layers")
 
 
+def test_flax_by_hand_leads_to_ppctl_flax():
+    graph, params, rest = nnx.split(Gpt(rngs=nnx.Rngs(0), rate=0.1), nnx.Param, ...)
+    by_hand = lambda params, inputs: nnx.merge(graph, params, rest)(inputs)
+    with pytest.raises(
+        ConfigError, match=r"change variables of a Flax module .*ppctl\.flax\.stack"
+    ):
+        pipe_of(ppctl.Network(lambda key: params, by_hand, loss))
+    state = nnx.state(Gpt(rngs=nnx.Rngs(0)))
+    with pytest.raises(ConfigError, match=r"^init makes \S+ of uint32.* ppctl\.flax\.network\("):
+        pipe_of(ppctl.Network(lambda key: state, by_hand, loss))
+
+
+def test_a_network_with_other_shapes_in_training_names_the_boundary():
+    def apply(params, x, key=None):
+        wide = ppctl.stage_boundary(x * params["b"] if key is None else jnp.tile(x * 2, (1, 2)))
+        return wide @ params["w"][: wide.shape[1]]
+
+    params = {"w": jnp.ones((2 * WIDTH, WIDTH)), "b": jnp.ones(WIDTH)}
+    network = ppctl.Network(lambda key: params, apply, squares)
+    said = r"^At boundary 1 of apply float\d+\[2, 16\] cross with a key, but float\d+\[2, 8\] with"
+    with pytest.raises(ConfigError, match=said):
+        ppctl.pipeline(network, ppctl.mesh(pp=2), "1f1b", adamw(), batch=ROWS, num_microbatches=2)
+
+
 def test_wrong_arguments_name_the_call_that_leads_on():
     model = make()[0]
     with pytest.raises(ConfigError, match=r"Use ppctl\.flax\.stack\(model, .*flax\.network"):

@@ -343,9 +343,10 @@ def test_a_network_takes_only_its_named_arguments(here):
     (here / "stack.py").write_text((here / "stack.py").read_text().replace(", **changes", ""))
     with pytest.raises(
         ConfigError,
-        match=r"returns a Stack, but does not take dtype, which would be ignored. Let it",
+        match=r"makes parameters of float64, not of float32, and takes no dtype\. Let it take dtype",
     ):
         custom_stack("stack.model", 2, {}, data=rows(), dtype=jnp.dtype("float32"))
+    assert custom_stack("stack.model", 2, {}, data=rows(), dtype=jnp.dtype("float64"))
 
 
 def test_arrays_are_data_and_a_data_set_takes_all_settings(monkeypatch):

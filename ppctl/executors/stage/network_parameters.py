@@ -48,7 +48,7 @@ class NetworkLeaves:
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise ConfigError(
                     f"init makes {name} of {leaf.dtype}, but parameters must be floating. "
-                    "Use dtype."
+                    "Use dtype; for the state of a Flax module, ppctl.flax.network(model, loss=)."
                 )
         shapes = tuple(leaf.shape for _, leaf in paths)
         flags = tuple(checked_flags(params, network.trainable))

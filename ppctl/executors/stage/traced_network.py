@@ -135,13 +135,23 @@ class TracedNetwork:
             )
         trace, plain = self.at(NUM_EXAMPLES[0], True), self.trace
         bounds = NetworkCuts(trace, self.num_layers, len(self.leaves.shapes), self.auto).bounds()
-        crossing = [[t.crossing(p) for p in b] for t, b in ((trace, bounds), (plain, self.bounds))]
-        places = places_of(trace, bounds, self.leaves.names)
-        if places != self.parameters.places or crossing[0] != crossing[1]:
-            raise ConfigError(
-                "apply has other layers with a key than with key=None (evaluations). "
-                "Let both do the same, apart from random draws."
+        use = "with key=None (evaluations). Let both do the same, apart from random draws."
+        for number, (place, usual) in enumerate(zip(bounds, self.bounds, strict=True)):
+            found, wanted = (
+                ", ".join(f"{a.dtype}{list(a.shape)}" for a in each.crossing(at))
+                for each, at in ((trace, place), (plain, usual))
             )
+            if found != wanted:
+                where = (
+                    f"boundary {number}" if 0 < number < self.num_layers else "embedding or head"
+                )
+                raise ConfigError(
+                    f"At {where} of apply {found} cross with a key, but {wanted} {use}"
+                )
+        places = places_of(trace, bounds, self.leaves.names)
+        pairs = zip(self.leaves.names, places, self.parameters.places, strict=True)
+        if moved := next((name for name, place, usual in pairs if place != usual), None):
+            raise ConfigError(f"Parameter {moved} is used by another layer with a key than {use}")
         return bounds
 
     @property

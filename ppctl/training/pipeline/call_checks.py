@@ -1,7 +1,8 @@
 """Checks of the arguments of the Python API: numbers, batches and states."""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
@@ -51,6 +52,21 @@ def _made_by(model: Any) -> str:
     return "ppctl.transformer(...)"
 
 
+@contextmanager
+def flax_faults() -> Iterator[None]:
+    """Turn Flax's error about a module of another trace into a ConfigError that leads on."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ != "TraceContextError":
+            raise
+        raise ConfigError(
+            "The model's functions change variables of a Flax module that was made outside of "
+            "them, as its dropout does. Use ppctl.flax.stack(model, embed=, head=, loss=) or "
+            "ppctl.flax.network(model, loss=)."
+        ) from error
+
+
 def whole_number(name: str, value: Any, least: int) -> int:
     """Return `value` as an int from `least` to `LARGEST`. ConfigError for any other value.
 
@@ -92,7 +108,8 @@ def parameter_dtype(model: Stack | Network) -> jnp.dtype:
         params = model.param_shapes
     else:
         params = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
-    return jnp.result_type(jnp.float32, *(a.dtype for a in jax.tree.leaves(params)))
+    dtypes = {a.dtype for a in jax.tree.leaves(params)}
+    return jnp.result_type(jnp.float32, *(d for d in dtypes if jnp.issubdtype(d, jnp.floating)))
 
 
 def _short(value: Any) -> str:

@@ -33,7 +33,7 @@ from ppctl.model.stack import Stack, shapes_like
 
 NUM_TRIED = 2  # examples in the batch that checks a model
 # result types whose functions must take every argument
-NEED_ALL = (Stack, DataSet, optax.GradientTransformation)
+NEED_ALL = (DataSet, optax.GradientTransformation)
 WORDS: dict[Any, str] = {Mapping: "a dict of arrays with inputs and targets"}  # names of types
 
 
@@ -52,7 +52,8 @@ def custom_stack(
 ) -> Stack:
     """Return model.target(num_layers, dtype, data, **options); a `Network` is cut into a `Stack`.
 
-    A target with a parameter `rngs` is a Flax module, or a function that returns one.
+    The target takes those of the arguments that it needs: what it makes is checked. With a
+    parameter `rngs` it is a Flax module, or a function that returns one.
 
     dtype: dtype of the parameters. compute: compute dtype. device: a target device, passed if the
     function has a `device` parameter. num_layers: None: not passed, the model decides; required
@@ -87,13 +88,32 @@ def custom_stack(
     elif auto:
         why = f"{key} returns a Stack, which already has layers"
         raise ConfigError(f"{why}: model.layers=auto is for a ppctl.Network. Leave it out.")
-    # 3. check the number of layers and the functions
+    # 3. check the functions and the sizes
+    _check_stack(key, stack, data.read(np.arange(NUM_TRIED)), head)
+    _check_arguments(key, stack, num_layers, takes, dtype)
+    return stack.with_options(mixes_examples=True) if mixes_examples else stack
+
+
+def _check_arguments(
+    key: str,
+    stack: Stack,
+    num_layers: int | None,
+    takes: Mapping[str, inspect.Parameter],
+    dtype: jnp.dtype,
+) -> None:
+    """Raise ConfigError if a stack has another number of layers or another dtype than requested.
+
+    takes: the parameters of the target.
+    """
     if num_layers not in (None, stack.num_layers):
         what = f"{key} returns a Stack of {stack.num_layers} layers"
         use = f"model.num_layers={num_layers}. Let it make num_layers layers."
         raise ConfigError(f"{what}, but {use}")
-    _check_stack(key, stack, data.read(np.arange(NUM_TRIED)), head)
-    return stack.with_options(mixes_examples=True) if mixes_examples else stack
+    held = {str(a.dtype) for a in jax.tree.leaves(stack.param_shapes)}
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in takes.values())
+    if not (takes_any or {"dtype", "param_dtype"} & {*takes}) and held - {str(dtype)}:
+        made = f"{key} makes parameters of {', '.join(sorted(held))}, not of {dtype}"
+        raise ConfigError(f"{made}, and takes no dtype. Let it take dtype by name.")
 
 
 def custom_data(
