@@ -5,7 +5,7 @@
     pipe = ppctl.pipeline(stack, ...)
     model = pipe.flax_model(state)  # trained
 
-Available as `ppctl.flax`. Only this module and `flax_parts` import Flax.
+Available as `ppctl.flax`. Only it, `flax_parts` and `tree_modules` import Flax.
 """
 
 from collections.abc import Callable, Mapping

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import save_file
 from support.model_copies import tensors_of
 from support.oracle import FOLDER, MIXTURES, MODELS, in_double
@@ -63,6 +64,18 @@ def test_imported_parameters_are_exported_bit_for_bit(name, tmp_path):
         for each in (tmp_path / "made", FOLDER / name)
     )
     assert model_settings(made) == model_settings(given)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", NAMES)
+def test_an_imported_model_is_a_flax_module_with_the_same_logits_bit_for_bit(name, tmp_path):
+    import_model(FOLDER / name, tmp_path / "run")
+    run = ppctl.load_run(tmp_path / "run")
+    module = run.flax_model()
+    inputs = np.arange(12, dtype=np.int32).reshape(2, 6)
+    logits = nnx.jit(lambda model, x: model(x))(module, inputs)
+    np.testing.assert_array_equal(logits, run.predict(inputs))
+    assert len(module.blocks) == run.config.model.num_layers
 
 
 @pytest.mark.full
