@@ -78,8 +78,7 @@ class Part:
     @classmethod
     def of(cls, module: nnx.Module, where: str = "", *, is_stacked: bool = False) -> Part:
         graphdef, state = nnx.split(module)
-        found = nnx.iter_graph(module)
-        settings = {path: each for path, each in found if not OWN & {*path}}
+        settings = {path: each for path, each in nnx.iter_graph(module) if not OWN & {*path}}
         return cls(graphdef, dict(nnx.to_flat_state(state)), settings, where, is_stacked)
 
     @functools.cached_property
@@ -111,19 +110,15 @@ class Part:
         return nested(found)
 
     def equals(self, other: Part) -> bool:
-        constants, others = self._constants, other._constants
-        return (
-            _equal(self.settings, other.settings)
-            and constants.keys() == others.keys()
-            and all(np.array_equal(a, others[path]) for path, a in constants.items())
-        )
+        """Return whether a part with equal parameters computes the same function."""
+        return _equal(self._fixed, other._fixed)
 
     @functools.cached_property
-    def _constants(self) -> dict[Path, np.ndarray]:
+    def _fixed(self) -> dict[Path, Any]:
+        """The settings and constants."""
         rest = {path: each for path, each in self.state.items() if path not in self.trees}
-        return {
-            path: _array(each) for path, each in rest.items() if not isinstance(each, nnx.RngState)
-        }
+        arrays = {p: _array(each) for p, each in rest.items() if not isinstance(each, nnx.RngState)}
+        return self.settings | arrays
 
     def has_modes(self, function: Function) -> bool:
         names = {name for path in self.settings for name in path[-1:]}

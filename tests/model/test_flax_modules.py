@@ -200,6 +200,28 @@ def test_blocks_with_other_settings_are_other_functions():
     assert callable(alike.layer), "initializers that are made anew do not count as settings"
 
 
+class Shifted(Scale):
+    """A block with a constant of integers."""
+
+    def __init__(self, shift, rngs):
+        super().__init__(rngs=rngs)
+        self.shift = nnx.Variable(jnp.full(WIDTH, shift))
+
+    def __call__(self, x):
+        return super().__call__(x + self.shift)
+
+
+@pytest.mark.parametrize("shifts", [(1, 1), (0, 2)])
+def test_constants_are_settings(shifts):
+    made = lambda rngs: Rows(nnx.List([Shifted(shift, rngs) for shift in shifts]))
+    parts = {"embed": lambda m, x: x, "head": lambda m, x: x, "loss": squares}
+    stack = ppctl.flax.stack(made, **parts)
+    assert isinstance(stack.layer, tuple) == (shifts[0] != shifts[1])
+    found, pipe, state = loss_of_rows(stack)
+    value, number = squares(pipe.flax_model(state)(ROWS["inputs"]), ROWS["targets"])
+    assert found == pytest.approx(float(value / number), rel=TOLERANCE)
+
+
 def test_stacked_blocks_are_layers():
     @nnx.split_rngs(splits=4)
     @nnx.vmap(in_axes=0, out_axes=0)
