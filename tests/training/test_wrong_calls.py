@@ -229,7 +229,7 @@ def test_a_seed_that_is_no_int32_is_refused_as_on_the_command_line(seed):
         ({"pp": 5000}, "5000 devices are more than the 4096 .* Use a smaller mesh, or attached .*"),
         (
             {"pp": 64},
-            ".* needs 64 devices, .* Use .* such as ppctl.mesh.*, or JAX_PLATFORMS=cpu, .*",
+            ".* needs 64 devices, .* Use .* such as ppctl.mesh.*, or call ppctl.mesh before .*",
         ),
     ],
 )
