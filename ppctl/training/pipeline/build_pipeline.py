@@ -44,6 +44,7 @@ from ppctl.training.pipeline.whole_model import Metric, with_metrics
 Tree = Any
 
 
+@flax_faults()
 def pipeline(
     model: Stack | Network,
     mesh: Mesh,
@@ -81,32 +82,29 @@ def pipeline(
         clip_norm, lr_schedule, seed: Limit of the global norm; rates to report; seed of all keys.
         options: Options of the executor (remat, gather, ...) and the schedule (num_chunks=2).
     """
-    with flax_faults():
-        # 1. the request
-        optimizer = checked_optimizer(optimizer, model, mesh, clip_norm)
-        dtype = compute_dtype(dtype, model, default_dtype(AutoHardware(), mesh.devices.flat[0]))
-        seed, shapes = whole_number("seed", seed, 0), request.shapes_of(batch)
-        execution, knobs = execution_of(executor, mesh, options)
-        plan = request.schedule_for(schedule, mesh, num_microbatches, knobs, shapes)
-        stack = request.layered_stack(model, batch, layers, dtype)
-        # 2. tasks in schedule order; layers on stages, stages on devices
-        work = _scheduled(stack, shapes, dtype, schedule, plan, vocab, execution)
-        step, execution, of_stages = work
-        layers_of = request.partition_for(partition, stack.num_layers, plan, of_stages)
-        counting = with_metrics(stack, metrics or {}, shapes, dtype)
-        divided, of_rank = request.divided(counting, execution, mesh, shapes)
-        layout = Layout(mesh, Placement(layers_of, plan.rank_of), of_rank)
-        # 3. the initial state, the engine that runs the steps, and the pipeline
-        on_layers = _on_layers(stack, layout, optim.clipped(optimizer, clip_norm), execution)
-        start, of_all = optim.first_state(stack, on_layers), optim.state_shapes(stack, on_layers)
-        states = States(layout, start, of_all, seed)
-        shown = model_of(stack, divided, states, shapes, plan.num_microbatches, execution, dtype)
-        request.check_tasks(stack, step, layers_of, shown, execution)
-        engine = make_engine(
-            shown, states, step, shapes, on_layers, lr_schedule, execution, clip_norm
-        )
-        parts = on_layers, dtype, shapes, engine, shown, lr_schedule, few_examples(batch, shapes)
-        return Pipeline(stack, *work, states, *parts, metrics or {})
+    # 1. the request
+    optimizer = checked_optimizer(optimizer, model, mesh, clip_norm)
+    dtype = compute_dtype(dtype, model, default_dtype(AutoHardware(), mesh.devices.flat[0]))
+    seed, shapes = whole_number("seed", seed, 0), request.shapes_of(batch)
+    execution, knobs = execution_of(executor, mesh, options)
+    plan = request.schedule_for(schedule, mesh, num_microbatches, knobs, shapes)
+    stack = request.layered_stack(model, batch, layers, dtype)
+    # 2. tasks in schedule order; layers on stages, stages on devices
+    work = _scheduled(stack, shapes, dtype, schedule, plan, vocab, execution)
+    step, execution, of_stages = work
+    layers_of = request.partition_for(partition, stack.num_layers, plan, of_stages)
+    counting = with_metrics(stack, metrics or {}, shapes, dtype)
+    divided, of_rank = request.divided(counting, execution, mesh, shapes)
+    layout = Layout(mesh, Placement(layers_of, plan.rank_of), of_rank)
+    # 3. the initial state, the engine that runs the steps, and the pipeline
+    on_layers = _on_layers(stack, layout, optim.clipped(optimizer, clip_norm), execution)
+    start, of_all = optim.first_state(stack, on_layers), optim.state_shapes(stack, on_layers)
+    states = States(layout, start, of_all, seed)
+    shown = model_of(stack, divided, states, shapes, plan.num_microbatches, execution, dtype)
+    request.check_tasks(stack, step, layers_of, shown, execution)
+    engine = make_engine(shown, states, step, shapes, on_layers, lr_schedule, execution, clip_norm)
+    parts = on_layers, dtype, shapes, engine, shown, lr_schedule, few_examples(batch, shapes)
+    return Pipeline(stack, *work, states, *parts, metrics or {})
 
 
 def _scheduled(
