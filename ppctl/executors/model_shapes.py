@@ -105,10 +105,8 @@ class Model:
 
     def with_outer_inputs(self, embed_head: Tree) -> Tree:
         """Return the shapes of embedding and head with their extra inputs."""
-        place, numbers = (
-            jax.ShapeDtypeStruct((), self.master),
-            jax.ShapeDtypeStruct((2,), jnp.int32),
-        )
+        place = jax.ShapeDtypeStruct((), self.master)
+        numbers = jax.ShapeDtypeStruct((2,), jnp.int32)
         return self.inputs.outer.extended(embed_head, place, numbers)
 
     def computed_params(self, params: Tree, numbers: Any, place: Any = 1) -> Tree:

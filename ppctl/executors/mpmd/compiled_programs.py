@@ -10,7 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -84,8 +84,7 @@ class CompiledPrograms:
 
     def changes_group(self, entry: PlanEntry) -> bool:
         """Return whether a move is between ranks of different sizes."""
-        groups = {self.meshes.group_of[rank] for rank in entry.ranks}
-        return len(groups) > 1
+        return len({self.meshes.group_of[rank] for rank in entry.ranks}) > 1
 
     def _received(self, entry: PlanEntry, sent: Tree) -> Tree:
         """Return the shapes of a value on a receiver of other sizes.
@@ -144,13 +143,11 @@ class CompiledPrograms:
         """Return a traced program lowered for the platform of the devices; lower it only once."""
         if program not in self.lowered:
             traced, _ = self.traced[program]
-            with self._backend():
+            # a described device becomes JAX's default
+            device = self.meshes.device
+            with jax.default_device(device) if self.is_described else nullcontext():
                 self.lowered[program] = traced.lower(lowering_platforms=(self._platform,))
         return self.lowered[program]
-
-    def _backend(self) -> AbstractContextManager:
-        """Return the context to lower programs in: a described device becomes JAX's default."""
-        return jax.default_device(self.meshes.device) if self.is_described else nullcontext()
 
     @property
     def _platform(self) -> str:
@@ -250,9 +247,8 @@ def memory_breakdown(
         for key in drop:
             if key in where:
                 live[where.pop(key)][key[0]] -= size[key]
-    return tuple(
-        dict(held) if mine else {} for held, mine in zip(peak, programs.is_mine, strict=True)
-    )
+    pairs = zip(peak, programs.is_mine, strict=True)
+    return tuple(dict(held) if mine else {} for held, mine in pairs)
 
 
 def _temp_bytes(programs: CompiledPrograms, entry: PlanEntry) -> int:

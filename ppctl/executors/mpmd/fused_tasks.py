@@ -71,12 +71,10 @@ def fused_entry(first: PlanEntry, second: PlanEntry) -> PlanEntry:
     of = lambda keys: tuple(names[key] for key in keys)  # noqa: E731
     reads = dict.fromkeys(first.reads)
     reads |= dict.fromkeys(key for key in second.reads if key not in first.writes)
-    values = (
-        tuple(of(entry.reads) for entry in entries),
-        tuple(of(entry.writes) for entry in entries),
-    )
+    read = tuple(of(entry.reads) for entry in entries)
+    wrote = tuple(of(entry.writes) for entry in entries)
     kind = "".join(program.kind[0].upper() for program in programs)  # F for the kind "forward"
-    program = ProgramId(kind, of(reads), of(readers), FusedTasks(programs, *values))
+    program = ProgramId(kind, of(reads), of(readers), FusedTasks(programs, read, wrote))
     written = {"writes": tuple(readers), "readers": tuple(readers.values())}
     return first._replace(program=program, reads=tuple(reads), **written, second=second.task)
 

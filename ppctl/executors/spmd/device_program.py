@@ -75,13 +75,11 @@ class Device:
         embed_head = model.outer.extended(specs["embed_head"], P(), P())
         layers = model.inputs.extended(specs["layers"], by_rank, by_rank)
         self.specs = {"embed_head": embed_head, "layers": layers}
-        self.embed_head, is_whole = (
-            gather_shards(shards["embed_head"], embed_head),
-            model.layer_specs is None,
-        )
-        self.chunks = self._chunks(
-            model.gather_layers(shards["layers"], layers) if is_whole else shards["layers"]
-        )
+        self.embed_head = gather_shards(shards["embed_head"], embed_head)
+        stacked = shards["layers"]
+        if model.layer_specs is None:
+            stacked = model.gather_layers(stacked, layers)
+        self.chunks = self._chunks(stacked)
 
     # parameters and data
 

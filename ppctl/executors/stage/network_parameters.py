@@ -78,11 +78,8 @@ class NetworkParameters:
 
     def group(self, leaf: int) -> str:
         """Return "kernel" for a leaf with weight decay, a matrix not in NO_DECAY, else "bias"."""
-        is_vector = (
-            len(self.leaves.shapes[leaf]) < 2
-            or self.leaves.names[leaf].rpartition("/")[2] in NO_DECAY
-        )
-        return "bias" if is_vector else "kernel"
+        name = self.leaves.names[leaf].rpartition("/")[2]
+        return "bias" if len(self.leaves.shapes[leaf]) < 2 or name in NO_DECAY else "kernel"
 
     @cached_property
     def packed_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -102,10 +102,8 @@ class TracedNetwork:
         return jax.tree.map(lambda a: Shape((number, *a.shape[1:]), dtype(a)), self.inputs)
 
     def _apply(self, leaves: list, inputs: Tree) -> Tree:
-        params, places = (
-            leaves[: len(self.leaves.shapes)],
-            leaves[len(self.leaves.shapes) : self._key_leaf],
-        )
+        params = leaves[: len(self.leaves.shapes)]
+        places = leaves[len(self.leaves.shapes) : self._key_leaf]
         given: dict[str, Any] = {"key": None} if self.has_key else {}
         if len(leaves) > self._key_leaf:
             given = {"key": wrapped(leaves[self._key_leaf])}

@@ -208,10 +208,8 @@ class CountedModel:
     def layer(self, l: int = 0) -> tuple[list[Op], ...]:
         stage, w, x = self.stages[Remat.NONE], self.weights, self.model.x
         slots = None if self.model.stack.are_alike else LayerSlots(numbers=range(l, l + 1))
-        stash, pending = (
-            stage.programs.stash_shapes(w, slots),
-            stage.programs.pending_shapes(w, slots),
-        )
+        stash = stage.programs.stash_shapes(w, slots)
+        pending = stage.programs.pending_shapes(w, slots)
         acc = [trained_part(self.model.layer, self.model.stack.trains("layers"))]
 
         def forward(w: Tree, x: jax.Array) -> tuple[jax.Array, Tree]:

@@ -121,10 +121,8 @@ class Target:
             if there is None or (there.cuda is None and self.plan.compiles):
                 return None  # limit checked by the compiler for TPUs
             return self._limit_of(there, here=False)
-        device, stated = (
-            self.device,
-            None if self.is_away else known_hardware.stated_bytes(self.device),
-        )
+        device = self.device
+        stated = None if self.is_away else known_hardware.stated_bytes(device)
         if stated is None:
             return None
 

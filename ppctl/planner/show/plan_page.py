@@ -25,20 +25,15 @@ def plan_page(found: Prediction, picture: Drawing | str, words: Sequence[str]) -
     picture: the drawing of the step, or why it is missing. words: arguments of `ppctl plan`.
     """
     pipeline = "un-pipelined" if found.ideal_bubble_fraction is None else found.schedule
-    bars = [
-        (terminal.rank_name(found, r), found.memory_bytes[r])
-        for r in terminal.shown_ranks(found, MOST_BARS)
-    ]
-    memory = (
-        memory_bars(bars, terminal.PARTS, found.limit_bytes, terminal.ABOUT),
-        _table(*terminal.memory_table(found)),
-    )
+    shown = terminal.shown_ranks(found, MOST_BARS)
+    bars = [(terminal.rank_name(found, r), found.memory_bytes[r]) for r in shown]
+    memory = memory_bars(bars, terminal.PARTS, found.limit_bytes, terminal.ABOUT)
     stages = [_table(*terminal.stage_table(found.stages), "stages")] if found.stages else []
     return kit.page(
         f"Plan: {found.request.title}, {pipeline}",
         kit.verdict(FITS[found.fits], terminal.fit_text(found)),
         _table("the step", [], terminal.plan_lines(found), "request"),
-        kit.section("Memory of one device", *memory),
+        kit.section("Memory of one device", memory, _table(*terminal.memory_table(found))),
         kit.section("Stages", *stages),
         kit.section("The step, as predicted, without per-step overhead", _chart(picture)),
         kit.section("What this assumes", kit.bullets(found.assumes)),
@@ -48,10 +43,8 @@ def plan_page(found: Prediction, picture: Drawing | str, words: Sequence[str]) -
 
 def rehearsal_page(found: Rehearsal, timeline: Timeline) -> str:
     """Return the HTML page of a rehearsal."""
-    bars = [
-        (f"rank {each.rank}", each.memory_bytes)
-        for each in terminal.ranks_to_show(found, MOST_BARS)
-    ]
+    shown = terminal.ranks_to_show(found, MOST_BARS)
+    bars = [(f"rank {each.rank}", each.memory_bytes) for each in shown]
     memory = memory_bars(bars, terminal.PARTS, found.limit_bytes, terminal.ABOUT)
     reason = too_many_tasks(len(timeline.start_s))
     picture = Drawing(found.schedule, timeline) if reason is None else reason

@@ -150,9 +150,8 @@ def document(tuned: Tuned) -> dict[str, Any]:
 
 
 def _plain(row: Row) -> dict[str, Any]:
-    layout = {
-        k: value for k, value in vars(row.layout).items() if k not in ("layout", "least_bytes")
-    }
+    hidden = ("layout", "least_bytes")
+    layout = {name: value for name, value in vars(row.layout).items() if name not in hidden}
     return layout | {
         "mesh": row.layout.mesh.by_axis,
         "time": asdict(row.plan.time) if row.plan.time is not None else None,
@@ -239,11 +238,8 @@ def _lines(
         yield f"no layout fits on {', '.join(lacking)} devices."
     goal = "" if days is None else f" in {days:g} days"
     if chosen is None:
-        yield (
-            f"no number of devices trains plan.tokens{goal}. Use more devices."
-            if fits
-            else "Use more devices."
-        )
+        why = f"no number of devices trains plan.tokens{goal}. " if fits else ""
+        yield f"{why}Use more devices."
         return
     why = f"are the fewest that train plan.tokens{goal}" if goal else "need the least device time"
     yield f"{chosen:,} devices {why}."
