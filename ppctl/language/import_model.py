@@ -154,14 +154,19 @@ def _params(shapes: Tree, wanted: list[Named], tensors: Tensors) -> Tree:
     def leaf(keys: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
         of_leaf = [each for each in wanted if each.path == tuple(key.key for key in keys)]
 
+        def read(each: Named) -> np.ndarray:
+            tensor = read_last(each.name)
+            return tensor.T if each.is_transposed else tensor
+
         def part(index: Any) -> np.ndarray:
+            if of_leaf and not of_leaf[0].place:  # the leaf is one tensor: slice it, no copy
+                return np.asarray(read(of_leaf[0])[index], shape.dtype)
             ranges = [range(size)[each] for size, each in zip(shape.shape, index, strict=True)]
             block = np.zeros([*map(len, ranges)], shape.dtype)  # zeros where no layer uses the leaf
             for each in of_leaf:
                 if all(map(range.__contains__, ranges, each.place)):
-                    in_block, tensor = map(range.index, ranges, each.place), read_last(each.name)
-                    tensor = tensor.T if each.is_transposed else tensor
-                    block[*in_block] = tensor[index[len(each.place) :]]
+                    in_block = map(range.index, ranges, each.place)
+                    block[*in_block] = read(each)[index[len(each.place) :]]
             return block
 
         dims = [dim for dim, size in enumerate(shape.shape) if size % mesh.size == 0]

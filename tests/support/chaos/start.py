@@ -132,7 +132,7 @@ class Start:
         found = {}
         for pid, words in self.processes().items():
             places = [
-                word.removeprefix("run.dir=").strip("'")
+                word.removeprefix("run.dir=").strip("'\"")
                 for word in words
                 if word.startswith("run.dir=")
             ]
