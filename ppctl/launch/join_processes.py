@@ -24,7 +24,8 @@ JOIN_S = 300
 LEAVE_S = 30  # seconds that a finished process waits for the others
 COUNTED_BY = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")  # read by JAX's cluster detection, too
 EXTRA = 2  # simulated devices of a process outside the mesh
-LENGTH_BYTES, SHORT_BYTES = 4, 1020  # of the rows that exchange texts
+# bytes of a row: the length of a text, and its start
+LENGTH_BYTES, SHORT_BYTES = 4, 1020
 _extra_on: set[str] = set()  # the platform with EXTRA devices in each process, if any
 
 
@@ -225,7 +226,7 @@ def _all_rows(row: np.ndarray) -> jax.Array:
     return copied(rows).addressable_data(0)
 
 
-@cache  # the same function each time, so that rows of one size are one compiled program
+@cache  # the same function each time, so that rows of equal sizes share a compiled program
 def _exchange(devices: tuple[Any, ...]) -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
     """Return the sharding of rows by device, and the function that copies all to each device."""
     mesh = Mesh(np.array(devices), ("process",))

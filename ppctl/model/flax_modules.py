@@ -157,7 +157,7 @@ def next_token_loss(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, j
 
 
 def _drawing(model: Any, variables: Any) -> Callable[[jax.Array], tuple[Any, Any]]:
-    """Return the function (key) -> (module, its variables if it is one of linen)."""
+    """Return the function (key) -> (module, its variables), without variables for NNX."""
     name = model.__name__ if hasattr(model, "__name__") else type(model).__name__
     if isinstance(model, linen.Module):
         return lambda key: (model, variables(key) if callable(variables) else variables)
@@ -249,8 +249,8 @@ def _nnx_parts(model: nnx.Module, blocks: str) -> Parts:
             name = "/".join(map(str, (*place, path)))
             if owners.setdefault(number, name) != name:
                 raise ConfigError(
-                    f"{owners[number]} and {name} are one variable, but only embedding and head "
-                    "may share: blocks are on different devices. Give each its own."
+                    f"{owners[number]} and {name} are the same variable, but blocks may be on "
+                    "different devices. Make separate variables; only embedding and head may share."
                 )
     names = ["/".join(map(str, place)) for place in places]
     layers = [Part.of(*each, is_stacked=not is_list) for each in zip(modules, names, strict=True)]
@@ -289,7 +289,7 @@ def _linen_parts(model: linen.Module, variables: Any, blocks: str) -> Parts:
 
 def _linen_variables(variables: Any, params: Tree) -> Tree:
     """Return variables of a linen module with other parameters."""
-    return {**variables, "params": {name: a for name, a in params.items() if name != "rest"}}
+    return {**variables, "params": {name: params[name] for name in variables["params"]}}
 
 
 def _check_shapes(first: Tree, other: Tree, blocks: str, number: int) -> None:

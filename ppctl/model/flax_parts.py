@@ -30,11 +30,11 @@ Function = Callable[..., Any]  # (module, x) -> result, perhaps with a parameter
 MODES = {"deterministic", "use_running_average"}  # attributes that train() and eval() set
 OWN = {"_pytree__nodes", "_pytree__state"}  # attributes of NNX itself
 OF_LINEN = {"parent", "name"}  # fields of every linen module
-MOST_DRAWS = 2**16  # of a stream in one call
+MOST_DRAWS = 2**16  # largest number of draws from a stream in a call
 
 
 class Traced(NamedTuple):
-    """What a call does besides its result."""
+    """Draws and sown losses of a call."""
 
     draws: bool  # whether it draws random numbers
     losses: tuple[str, ...]  # names of the losses that it sows
@@ -133,7 +133,7 @@ class Part:
         return result, sown
 
     def traced(self, function: Function, params: Tree, x: Tree, *, is_training: bool) -> Traced:
-        """Return what a call of one example does. ConfigError if it changes variables."""
+        """Trace a call of one example. ConfigError if it changes variables."""
         leaves, one = self._leaves(params, jax.random.key(0, impl=KIND)), shapes_like(x, 1, first=1)
 
         def run(leaves: list[Any], x: Tree) -> tuple[dict[str, jax.Array], list[Any]]:
@@ -268,7 +268,7 @@ def _equal(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, nnx.Variable | nnx.Pytree):
-        return True  # their own settings and values are compared, too
+        return True  # `settings` and `state` hold their contents, at other paths
     if isinstance(a, linen.Module):
         names = [each.name for each in dataclasses.fields(a) if each.name not in OF_LINEN]
         return all(_equal(getattr(a, name), getattr(b, name)) for name in names)
@@ -283,5 +283,5 @@ def _equal(a: Any, b: Any) -> bool:
         return code == b.__code__ and _equal(*cells) and _equal(a.__defaults__, b.__defaults__)
     try:
         return bool(a == b)
-    except ValueError:  # of arrays
+    except ValueError:  # the comparison of arrays is an array
         return bool(np.array_equal(a, b))

@@ -12,21 +12,27 @@ from ppctl.model.random_keys import KIND, names_key
 from ppctl.model.stack import Stack, init, num_examples
 
 Tree = Any
-LOSSES = "losses"  # collection of sown losses
+LOSSES = "losses"  # name of the collection of sown losses
 
 
 class TreeModule(nnx.Module):
     """A module whose attributes are the parts of a tree of parameters, by their names."""
 
     def __init__(self, params: Tree):
-        self.names = tuple(params)
+        """ConfigError if a parameter has the name of another attribute, all of which exist now."""
+        self.param_names = tuple(params)
         for name, tree in params.items():
+            if name in vars(self) or hasattr(type(self), name):
+                raise ConfigError(
+                    f"{name} is a parameter, and an attribute of ppctl's {type(self).__name__}. "
+                    "Rename the parameter."
+                )
             setattr(self, name, nnx.data(jax.tree.map(_param, tree, is_leaf=_is_box)))
 
     @property
     def params(self) -> Tree:
         """The parameters as arrays."""
-        return _values({name: getattr(self, name) for name in self.names})
+        return _values({name: getattr(self, name) for name in self.param_names})
 
 
 def _is_box(leaf: Any) -> bool:
@@ -55,17 +61,19 @@ class StackPart(TreeModule):
 
     def __init__(self, params: Tree, functions: tuple[Callable[..., Any], ...], seed: int):
         """functions: of (params, inputs), and of the examples' keys if they have a `key`."""
-        super().__init__(params)
         self.functions, self.deterministic = functions, False
         if any(map(names_key, functions)):
-            self.random = _stream(seed)
+            self.random_stream = _stream(seed)
+        super().__init__(params)
 
     def __call__(self, x: Any, number: int = 0) -> Any:
         """Return function `number` of x, with random numbers unless `deterministic`."""
         function = self.functions[number]
         if not names_key(function):
             return function(self.params, x)
-        keys = None if self.deterministic else jax.random.split(self.random(), num_examples(x))
+        if self.deterministic:
+            return function(self.params, x, key=None)
+        keys = jax.random.split(self.random_stream(), num_examples(x))
         return function(self.params, x, key=keys)
 
 
@@ -123,20 +131,20 @@ class LinenModule(TreeModule):
     """A module of `flax.linen`, with its variables."""
 
     def __init__(self, module: linen.Module, variables: Tree):
-        super().__init__(variables["params"])
         rest = {name: a for name, a in variables.items() if name not in ("params", LOSSES)}
-        self.module, self.random = module, _stream(0)
-        self.rest = nnx.data(jax.tree.map(nnx.Variable, rest))
+        self.linen_module, self.random_stream = module, _stream(0)
+        self.linen_variables = nnx.data(jax.tree.map(nnx.Variable, rest))
+        super().__init__(variables["params"])
 
     def run(self, function: Callable[..., Any], x: Any, *, draws: bool = False) -> Any:
         """Return function(module, x); draws: whether it has random numbers."""
-        given = {"params": self.params} | _values(self.rest)
-        streams = {"dropout": self.random()} if draws else None
-        result, state = self.module.apply(given, x, method=function, mutable=True, rngs=streams)
+        given = {"params": self.params} | _values(self.linen_variables)
+        key = self.random_stream() if draws else None  # of all streams: see `linen.Module.make_rng`
+        result, state = self.linen_module.apply(given, x, method=function, mutable=True, rngs=key)
         for path, value in jax.tree.leaves_with_path(state.get(LOSSES, {})):
             names = [key.key for key in path if hasattr(key, "key")]
             self.sow(nnx.Intermediate, names[-1], value)
-        for name, tree in self.rest.items():  # for `Part.traced`, which finds changes
+        for name, tree in self.linen_variables.items():  # `Part.traced` finds the changes
             jax.tree.map(_update, tree, state[name], is_leaf=lambda a: isinstance(a, nnx.Variable))
         return result
 

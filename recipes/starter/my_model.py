@@ -1,4 +1,4 @@
-"""A model of one's own in Flax: equal blocks between an embedding and a head.
+"""A custom model in Flax: equal blocks between an embedding and a head.
 
 ppctl divides the blocks over the stages of a pipeline; every executor, schedule and mesh takes the
 model as it is.
@@ -44,7 +44,7 @@ class Waves(nnx.Module):
     def embed(self, inputs):  # [batch, samples] -> x, which goes from block to block
         return self.sample(inputs[..., None]) + self.place(jnp.arange(inputs.shape[1]))
 
-    def head(self, x):  # -> outputs, which run.predict returns: see predict.py
+    def head(self, x):  # -> outputs: the result of run.predict (see predict.py)
         return self.last(self.norm(x).mean(1))
 
     def __call__(self, inputs):  # outside of ppctl
@@ -60,8 +60,8 @@ def squared_errors(outputs, targets):  # -> sum of losses, number of losses
 
 
 def waves(*, num_layers, dtype, data, width=32, heads=4, rate=0.05):
-    """`dtype` is that of parameters; `data` knows sizes. The others are this model's own:
-    +model.options.width=64.
+    """Return the model. dtype: dtype of the parameters. data: the data set, which has the sizes of
+    inputs and targets. The other arguments are set by +model.options.width=64 and the like.
     """
     module = partial(Waves, num_layers, data, width, heads, rate, dtype)  # takes rngs
     return ppctl.flax.stack(module, embed=Waves.embed, head=Waves.head, loss=squared_errors)

@@ -1,4 +1,4 @@
-"""A model of one's own: equal residual layers between an embedding and a head.
+"""A custom model: equal residual layers between an embedding and a head.
 
 ppctl divides the layers over the stages of a pipeline; every executor, schedule and mesh takes the
 model as it is.
@@ -20,7 +20,7 @@ def residual_mlp(*, num_layers, dtype, data, width=32):
     def normal(key, num_in, num_out):
         return jax.random.normal(key, (num_in, num_out), dtype) / num_in**0.5
 
-    def init_embed_head(key):  # what is there once: before the first layer and after the last
+    def init_embed_head(key):  # parameters before the first layer and after the last
         first, last = jax.random.split(key)
         return {
             "embed": normal(first, data.input_dim, width),
@@ -40,7 +40,7 @@ def residual_mlp(*, num_layers, dtype, data, width=32):
     def layer(weights, x):  # x -> x, of the same shape and dtype
         return x + jnp.tanh(x @ weights["in"]) @ weights["out"]
 
-    def outputs(embed_head, x):  # what run.predict returns: see predict.py
+    def outputs(embed_head, x):  # the result of run.predict (see predict.py)
         return x @ embed_head["head"]
 
     def head(embed_head, x, targets):  # -> sum of losses, number of losses

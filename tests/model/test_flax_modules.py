@@ -7,28 +7,26 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from jax.sharding import PartitionSpec as P
+from flax import linen, nnx
 from support.flax_models import (
-    TOKENS,
+    TOLERANCE,
     VOCAB,
     WIDTH,
-    Block,
     Gpt,
     adamw,
+    assert_close,
     batch_of,
     clipped,
     loss,
     make,
     make_linen,
     trained,
+    variables,
 )
 from support.selection import full
 
 import ppctl
 from ppctl.errors import ConfigError
-
-TOLERANCE = 1e-10
 
 
 def pipe_of(model, mesh=None, schedule="1f1b", **how):
@@ -43,14 +41,6 @@ def steps(pipe, number=3):
         state, metrics = pipe.step(state, batch_of())
         losses.append(float(metrics["loss"]))
     return losses, state
-
-
-def variables(module):
-    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
-
-
-def assert_close(found, wanted):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=TOLERANCE), found, wanted)
 
 
 LAYOUTS = [
@@ -133,122 +123,6 @@ def test_nnx_remat_inside_blocks():
     assert steps(pipe_of(make(remat=True)[1]))[0] == pytest.approx(trained(make()[0])[0])
 
 
-class Scale(nnx.Module):
-    def __init__(self, *, rngs, factor=1.0):
-        draw = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
-        with nnx.use_eager_sharding(False):  # the names are for ppctl
-            how = {"param_dtype": jnp.float64, "kernel_init": draw}
-            self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs, **how)
-        self.factor = factor
-
-    def __call__(self, x):
-        return x + jnp.tanh(self.factor * self.linear(x))
-
-
-class Rows(nnx.Module):
-    """Blocks of rows of numbers."""
-
-    def __init__(self, blocks):
-        self.blocks = blocks
-
-    def __call__(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-ROWS = {
-    "inputs": np.random.default_rng(1).standard_normal((8, WIDTH)),
-    "targets": np.random.default_rng(2).standard_normal((8, WIDTH)),
-}
-
-
-def squares(outputs, targets):
-    return jnp.square(outputs - targets).sum(), jnp.asarray(targets.size, outputs.dtype)
-
-
-def stack_of_rows(layers, **how):
-    parts = {"embed": lambda m, x: x, "head": lambda m, x: x, "loss": squares}
-    return ppctl.flax.stack(Rows(layers), **(parts | how))
-
-
-def loss_of_rows(stack, **how):
-    pipe = ppctl.pipeline(
-        stack,
-        how.pop("mesh", ppctl.mesh(pp=2)),
-        how.pop("schedule", "1f1b"),
-        optax.sgd(0.1),
-        batch=ROWS,
-        num_microbatches=2,
-        dtype="float64",
-        **how,
-    )
-    state = pipe.init()
-    return float(pipe.loss(state, ROWS)), pipe, state
-
-
-def test_blocks_with_other_settings_are_other_functions():
-    """Each computes with its own settings, not with those of the first."""
-    rngs = nnx.Rngs(0)
-    blocks = nnx.List([Scale(rngs=rngs, factor=factor) for factor in (1.0, 2.0, 1.0, 0.5)])
-    stack = stack_of_rows(blocks)
-    assert stack.layer[0] is stack.layer[2]
-    assert len({*stack.layer}) == 3
-    value, number = squares(Rows(blocks)(ROWS["inputs"]), ROWS["targets"])
-    assert loss_of_rows(stack)[0] == pytest.approx(float(value / number), rel=TOLERANCE)
-    alike = stack_of_rows(nnx.List([Scale(rngs=rngs) for _ in range(2)]))
-    assert callable(alike.layer), "initializers that are made anew do not count as settings"
-
-
-class Shifted(Scale):
-    """A block with a constant of integers."""
-
-    def __init__(self, shift, rngs):
-        super().__init__(rngs=rngs)
-        self.shift = nnx.Variable(jnp.full(WIDTH, shift))
-
-    def __call__(self, x):
-        return super().__call__(x + self.shift)
-
-
-@pytest.mark.parametrize("shifts", [(1, 1), (0, 2)])
-def test_constants_are_settings(shifts):
-    made = lambda rngs: Rows(nnx.List([Shifted(shift, rngs) for shift in shifts]))
-    parts = {"embed": lambda m, x: x, "head": lambda m, x: x, "loss": squares}
-    stack = ppctl.flax.stack(made, **parts)
-    assert isinstance(stack.layer, tuple) == (shifts[0] != shifts[1])
-    found, pipe, state = loss_of_rows(stack)
-    value, number = squares(pipe.flax_model(state)(ROWS["inputs"]), ROWS["targets"])
-    assert found == pytest.approx(float(value / number), rel=TOLERANCE)
-
-
-def test_stacked_blocks_are_layers():
-    @nnx.split_rngs(splits=4)
-    @nnx.vmap(in_axes=0, out_axes=0)
-    def made(rngs):
-        return Scale(rngs=rngs)
-
-    blocks = made(nnx.Rngs(0))
-    stack = stack_of_rows(blocks)
-    assert stack.num_layers == 4
-    graph, state = nnx.split(blocks)
-    x = ROWS["inputs"]
-    for l in range(4):
-        x = nnx.merge(graph, jax.tree.map(lambda a, l=l: a[l], state))(x)
-    value, number = squares(x, ROWS["targets"])
-    found, pipe, state = loss_of_rows(stack)
-    assert found == pytest.approx(float(value / number), rel=TOLERANCE)
-    assert_close(variables(pipe.flax_model(state).blocks), variables(blocks))
-
-
-def test_names_of_axes_become_shards_over_tp():
-    stack = stack_of_rows(nnx.List([Scale(rngs=nnx.Rngs(l)) for l in range(2)]))
-    assert stack.options.sharding["layers"]["linear"]["kernel"] == P(None, "tp")
-    whole = loss_of_rows(stack)[0]
-    divided, *_ = loss_of_rows(stack, mesh=ppctl.mesh(pp=2, tp=2), executor="mpmd")
-    assert divided == pytest.approx(whole, rel=TOLERANCE)
-
-
 def test_only_chosen_variables_are_trained():
     model = make()[0]
     for block in model.blocks:
@@ -305,12 +179,37 @@ def test_linen_dropout_is_off_in_evaluations():
     assert abs(float(pipe.step(state, batch_of())[1]["loss"]) - evaluated) > 1e-3
 
 
+class Noisy(linen.Module):
+    """A linen model with a stream of random numbers besides dropout's."""
+
+    @linen.compact
+    def __call__(self, tokens, *, train):
+        x = linen.Embed(VOCAB, WIDTH, param_dtype=jnp.float64)(tokens)
+        if train:
+            x += jax.random.normal(self.make_rng("noise"), x.shape)
+        x = ppctl.stage_boundary(x)
+        return linen.Dense(VOCAB, param_dtype=jnp.float64)(x)
+
+
+def test_all_streams_of_linen_draw():
+    variables = lambda key: Noisy().init(key, batch_of()["inputs"], train=False)
+    call = lambda m, x, train: m(x, train=train)
+    pipe = pipe_of(ppctl.flax.network(Noisy(), variables, loss=loss, call=call))
+    state = pipe.init()
+    evaluated = float(pipe.evaluate(state, batch_of())["loss"])
+    assert abs(float(pipe.step(state, batch_of())[1]["loss"]) - evaluated) > 1e-3
+
+
 def test_a_pipeline_starts_from_given_parameters():
     pipe = pipe_of(make()[1])
     _, state = steps(pipe, 1)
     again = pipe.init(params=pipe.params(state))
     assert_close(pipe.params(again), pipe.params(state))
     assert float(pipe.loss(again, batch_of())) == float(pipe.loss(state, batch_of()))
+    with pytest.raises(
+        ConfigError, match=r"^The state does not fit this model .*: it has no params"
+    ):
+        pipe.init(params={"layers": {}})
 
 
 class Averaged(NamedTuple):
@@ -352,39 +251,14 @@ def test_an_average_of_the_parameters_is_state_of_an_optimizer(how):
     nodes = jax.tree.leaves(pipe.to_natural(state)["optimizer"], is_leaf=is_averaged)
     (found,) = filter(is_averaged, nodes)
     assert_close(found.params, wanted)
-    assert_close(pipe.params(pipe.init(params=found.params)), wanted)
+    again = pipe.init(params=found.params)
+    assert_close(pipe.params(again), wanted)
+    nodes = jax.tree.leaves(pipe.to_natural(again)["optimizer"], is_leaf=is_averaged)
+    (begun,) = filter(is_averaged, nodes)
+    assert_close(begun.params, wanted)  # the optimizer's state begins with the same parameters
 
 
 # --- refused --------------------------------------------------------------------------------------
-
-
-class Normed(nnx.Module):
-    def __init__(self, *, rngs, **how):
-        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs, param_dtype=jnp.float64, **how)
-
-    def __call__(self, x):
-        return x + self.norm(x)
-
-
-def test_batch_norm_is_refused_by_its_path_but_not_with_running_averages():
-    blocks = lambda **how: nnx.List([Normed(rngs=nnx.Rngs(0), **how) for _ in range(2)])
-    with pytest.raises(ConfigError, match=r"^blocks/0/norm/mean is a BatchStat .* GroupNorm"):
-        loss_of_rows(stack_of_rows(blocks()))[1].compile()
-    found = loss_of_rows(stack_of_rows(blocks(use_running_average=True)))
-    found[1].step(found[2], ROWS)
-
-
-def test_unequal_and_shared_blocks_are_refused_by_name():
-    rngs = nnx.Rngs(0)
-    with pytest.raises(
-        ConfigError, match=r"^linear/bias is float64\[8\] in blocks/0, but missing in blocks/1"
-    ):
-        stack_of_rows(nnx.List([Scale(rngs=rngs), Normed(rngs=rngs)]))
-    same = Scale(rngs=rngs)
-    with pytest.raises(ConfigError, match=r"^blocks/0/linear/\w+ and blocks/1/linear/\w+ are one"):
-        stack_of_rows(nnx.List([same, same]))
-    with pytest.raises(ConfigError, match=r"^Rows has no modules layers\. Name them: blocks="):
-        stack_of_rows(nnx.List([same]), blocks="layers")
 
 
 def test_flax_by_hand_leads_to_ppctl_flax():
@@ -397,18 +271,6 @@ def test_flax_by_hand_leads_to_ppctl_flax():
     state = nnx.state(Gpt(rngs=nnx.Rngs(0)))
     with pytest.raises(ConfigError, match=r"^init makes \S+ of uint32.* ppctl\.flax\.network\("):
         pipe_of(ppctl.Network(lambda key: state, by_hand, loss))
-
-
-def test_a_network_with_other_shapes_in_training_names_the_boundary():
-    def apply(params, x, key=None):
-        wide = ppctl.stage_boundary(x * params["b"] if key is None else jnp.tile(x * 2, (1, 2)))
-        return wide @ params["w"][: wide.shape[1]]
-
-    params = {"w": jnp.ones((2 * WIDTH, WIDTH)), "b": jnp.ones(WIDTH)}
-    network = ppctl.Network(lambda key: params, apply, squares)
-    said = r"^At boundary 1 of apply float\d+\[2, 16\] cross with a key, but float\d+\[2, 8\] with"
-    with pytest.raises(ConfigError, match=said):
-        ppctl.pipeline(network, ppctl.mesh(pp=2), "1f1b", adamw(), batch=ROWS, num_microbatches=2)
 
 
 def test_wrong_arguments_name_the_call_that_leads_on():
@@ -446,8 +308,3 @@ def test_the_transformer_is_a_module(dropout):
     assert float(other.loss(other.init(), batch_of())) == pytest.approx(
         float(pipe.loss(state, batch_of())), rel=TOLERANCE
     )
-
-
-def test_flax_is_imported_only_by_its_users():
-    assert TOKENS
-    assert Block

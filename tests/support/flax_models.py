@@ -9,6 +9,7 @@ from flax import linen, nnx
 import ppctl
 
 WIDTH, VOCAB, TOKENS = 8, 16, 6
+TOLERANCE = 1e-10
 
 
 def batch_of(size=8):
@@ -160,3 +161,11 @@ def trained(model, steps=3):
         return value
 
     return [float(step(model, update, batch_of())) for _ in range(steps)], model
+
+
+def variables(module):
+    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+
+def assert_close(found, wanted):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=TOLERANCE), found, wanted)

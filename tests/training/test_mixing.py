@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from support.networks import NETWORKS, normal, rows_of, squared_error
 from support.selection import full, full_except
 
@@ -14,7 +15,7 @@ from ppctl.errors import ConfigError
 from ppctl.executors.stage.traced_network import TracedNetwork, stack_of
 from ppctl.model.stack import Stack
 from ppctl.training.pipeline import mixing, pipeline
-from ppctl.training.pipeline.mixing import few_examples, refuse_mixing
+from ppctl.training.pipeline.mixing import few_examples, refuse_mixing, rounded_dtype
 
 WIDTH = 6
 ROWS = {
@@ -279,3 +280,22 @@ def test_a_model_too_large_to_try_trains_with_a_note(here, monkeypatch, capsys):
         assert "model.target=mixing_net.model was not checked for mixing the examples" in " ".join(
             capsys.readouterr().out.split()
         )
+
+
+def test_only_casts_of_flax_modules_widen_a_tolerance():
+    """Products in 8 bits cast, too, but equally with and without a pipeline."""
+    ids = {name: np.zeros((4, 6), np.int32) for name in ("inputs", "targets")}
+    sizes = {"num_layers": 2, "d_model": 16, "num_heads": 2, "vocab_size": 16, "dtype": "float64"}
+    products = ppctl.transformer(**sizes, linear_dtype="fp8")
+    assert rounded_dtype(products, ids, jnp.dtype("float64")) == jnp.float64
+
+    class Gpt(nnx.Module):
+        def __init__(self, rngs):
+            how = {"rngs": rngs, "param_dtype": jnp.float64}
+            self.token = nnx.Embed(16, 16, **how)
+            heads = [nnx.MultiHeadAttention(2, 16, decode=False, **how) for _ in range(2)]
+            self.blocks = nnx.List(heads)
+
+    parts = {"embed": lambda m, x: m.token(x), "head": lambda m, x: m.token.attend(x)}
+    stack = ppctl.flax.stack(Gpt, **parts, loss=ppctl.flax.next_token_loss)
+    assert rounded_dtype(stack, ids, jnp.dtype("float64")) == jnp.float32

@@ -56,9 +56,13 @@ def refuse_mixing(name: str, stack: Stack, batch: Batch, dtype: jnp.dtype) -> st
 
 
 def rounded_dtype(stack: Stack, batch: Batch, dtype: jnp.dtype) -> jnp.dtype:
-    """Return the dtype that limits the precision of a loss in `dtype`: the narrowest in TOLERANCE
-    that the model casts to, as attention of Flax, which computes scores in float32.
+    """Return the dtype that limits the precision of a loss in `dtype`.
+
+    For a Flax module it is the narrowest dtype in TOLERANCE that the module casts to: attention of
+    Flax computes scores in float32. For other models it is `dtype`.
     """
+    if stack.options.author_model is None:
+        return dtype
     shapes = shapes_like({name: batch[name] for name in ("inputs", "targets")})
     of_batch = reference(stack, num_microbatches=1, remat="none", dtype=dtype, with_grads=False)
     program = jax.make_jaxpr(of_batch)(stack.param_shapes, shapes)

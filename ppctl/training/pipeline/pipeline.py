@@ -32,7 +32,7 @@ from ppctl.training.pipeline.engines.step_programs import Footprint, StepProgram
 from ppctl.training.pipeline.engines.train_states import States, shardings_of
 from ppctl.training.pipeline.execution import Execution
 from ppctl.training.pipeline.mixing import MOST_BYTES, few_examples, refuse_mixing
-from ppctl.training.pipeline.optimizers import ModelOptimizer
+from ppctl.training.pipeline.optimizers import ModelOptimizer, init_state
 from ppctl.training.pipeline.whole_model import Metric, WholeModel, flax_model_of, of_author
 
 Tree = Any
@@ -131,17 +131,17 @@ class Pipeline:
     def init(self, seed: int | None = None, *, params: Tree = None) -> Tree:
         """Return the initial state, which depends on model and seed only, not on the layout.
 
-        seed: seed of the parameters; None: the seed of the pipeline. params: parameters to start
-        from, in the form that `params` returns.
+        seed: seed of the parameters; None: the seed of the pipeline. params: the parameters, in
+        the form that `params` returns, in place of drawn ones.
         """
         number = None if seed is None else whole_number("seed", seed, 0)
         self._try_examples()
-        state = self._state_checks.ordered(self.engine.new_state(number))
         if params is None:
-            return state
-        network = self.stack.options.network
+            return self._state_checks.ordered(self.engine.new_state(number))
+        network, natural = self.stack.options.network, self.states.natural
         given = params if network is None else network.parameters.to_parts(params)
-        return self.from_natural({**self.to_natural(state), "params": given})
+        check_natural({**natural, "params": given}, natural)
+        return self.from_natural(init_state(given, self.optimizer, self.stack.options.trainable))
 
     def step(self, state: Tree, batch: Mapping[str, Any]) -> tuple[Tree, dict[str, jax.Array]]:
         """Return (next state, metrics) of one train step.

@@ -52,8 +52,8 @@ def custom_stack(
 ) -> Stack:
     """Return model.target(num_layers, dtype, data, **options); a `Network` is cut into a `Stack`.
 
-    The target takes those of the arguments that it needs: what it makes is checked. With a
-    parameter `rngs` it is a Flax module, or a function that returns one.
+    The target gets the arguments among its parameters, and its result is checked. A target with a
+    parameter `rngs` is a Flax module, or a function that returns one.
 
     dtype: dtype of the parameters. compute: compute dtype. device: a target device, passed if the
     function has a `device` parameter. num_layers: None: not passed, the model decides; required
