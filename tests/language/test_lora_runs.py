@@ -386,7 +386,6 @@ OF_PEFT = {
 }
 
 
-@pytest.mark.full
 def test_adapters_of_peft_come_in_and_train_on(finished, capsys):
     change_config(finished, OF_PEFT | {"lora_dropout": 0.1})
     run, ids = ppctl.load_run("runs/base-trained"), np.random.default_rng(0).integers(0, 90, (2, 8))

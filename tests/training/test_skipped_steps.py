@@ -56,7 +56,6 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("layouts", LAYOUTS)
 def test_a_bad_batch_is_skipped_and_named_equally_by_all(skipping, tmp_path, layouts):
     found = []
