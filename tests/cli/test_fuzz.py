@@ -25,14 +25,19 @@ def test_all_commands_serve_or_refuse_a_random_request(tmp_path, monkeypatch, nu
 
 
 @pytest.fixture(scope="module")
-def drawn():
-    return [request(7, number, Path("here")) for number in range(600)]
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("requests")
+
+
+@pytest.fixture(scope="module")
+def drawn(directory):
+    return [request(7, number, directory) for number in range(600)]
 
 
 @pytest.mark.full
-def test_a_request_is_a_function_of_its_seed_and_number(drawn):
-    assert drawn[:50] == [request(7, number, Path("here")) for number in range(50)]
-    assert drawn[:50] != [request(8, number, Path("here")) for number in range(50)]
+def test_a_request_is_a_function_of_its_seed_and_number(drawn, directory):
+    assert drawn[:50] == [request(7, number, directory) for number in range(50)]
+    assert drawn[:50] != [request(8, number, directory) for number in range(50)]
     assert len({each.mistake for each in drawn[:300]}) > len(MISTAKES) / 2
 
 
