@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import re
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -37,7 +37,7 @@ from ppctl.config import Config, Costs, Mesh, ScheduleConfig
 from ppctl.config.config_dirs import ROOT
 from ppctl.config.schedule_from_config import settled
 from ppctl.errors import ConfigError
-from ppctl.schedule.mesh_axes import TEXT_AXES
+from ppctl.schedule.mesh_axes import AXES, TEXT_AXES
 
 CONFIG = "config"  # conf/config.yaml, where every composition starts
 USUAL_RANKS = int(default_option("mesh").split("x")[TEXT_AXES.index("pp")])
@@ -48,7 +48,7 @@ class Composed(NamedTuple):
 
     config: DictConfig  # settings without the node `hydra`
     choices: dict[str, Any]  # option of each group
-    states_ranks: bool  # whether an override sets mesh or mesh.pp
+    stated: Set[str]  # keys of the overrides as typed
 
 
 def compose(overrides: list[str], config_dir: str | None = None) -> Config:
@@ -92,8 +92,13 @@ def _parts(composed: Composed, names: Iterable[Any]) -> dict[str, Any]:
     faults.check_keys(composed.config)
     faults.check_names(composed.config, composed.choices)
     parts: dict[str, Any] = {n: OmegaConf.to_object(composed.config[n]) for n in names}
-    is_free = not composed.states_ranks and parts["mesh"].pp == USUAL_RANKS
-    parts["schedule"], parts["mesh"] = settled(parts["schedule"], parts["mesh"], is_free=is_free)
+    mesh, stated = parts["mesh"], composed.stated
+    if mesh.ranks and "mesh" not in stated:  # the sizes of a recipe, or of mesh=2x4
+        sizes = dict.fromkeys(AXES, 1) | {"pp": len(mesh.by_rank)}
+        own = {axis: size for axis, size in sizes.items() if f"mesh.{axis}" not in stated}
+        mesh = dataclasses.replace(mesh, **own)
+    is_free = not stated & {"mesh", "mesh.pp"} and not mesh.ranks and mesh.pp == USUAL_RANKS
+    parts["schedule"], parts["mesh"] = settled(parts["schedule"], mesh, is_free=is_free)
     return parts
 
 
@@ -104,7 +109,7 @@ def without_hydra(composed: DictConfig) -> Composed:
     keys = {str(word).lstrip("+").partition("=")[0] for word in words or ()}
     with read_write(composed), open_dict(composed):
         del composed["hydra"]
-    return Composed(composed, choices, bool(keys & {"mesh", "mesh.pp"}))
+    return Composed(composed, choices, keys)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from ppctl.config.groups.schedule_settings import Auto, Chunked, Costs, Csv, Int
 from ppctl.config.groups.transformer_sizes import GATED
 from ppctl.errors import ConfigError, as_setting, written_as
 from ppctl.schedule.ir import MOST_TASKS
-from ppctl.schedule.mesh_axes import check_batch, check_experts, check_sequences
+from ppctl.schedule.mesh_axes import check_batch, check_experts, check_sequences, check_unequal
 
 
 @dataclass
@@ -74,7 +74,10 @@ def check(config: Config) -> None:
         getattr(config, part.name).check()
     check_parameters(config.model)
     check_tasks(config.schedule, config.mesh)
-    check_batch(config.data.batch_size, config.schedule.num_microbatches, config.mesh.sizes)
+    check_batch(config.data.batch_size, config.schedule.num_microbatches, config.mesh.by_rank)
+    executor, traits = config.executor.name, config.executor.ENGINE
+    how = {"dispatches_tasks": traits.dispatches_tasks}
+    check_unequal(config.mesh.by_rank, executor, config.schedule.vocab, **how)
     _check_launch(config.launch, config.run, config.mesh)
     _check_executor(config.executor, config.mesh, config.partition.name, config.model)
     _check_data(config.model, config.data)
@@ -123,10 +126,12 @@ def _check_executor(executor: AnyExecutor, mesh: Mesh, partition: str, model: An
         )
     if isinstance(model, Transformer):
         divides_rows = isinstance(executor, Spmd | Mpmd) and executor.sequence_parallel
-        model.check_divides(mesh.tp, mesh.cp, mesh.ep, divides_rows=divides_rows)
-        check_sequences(mesh.cp, model.seq_len)
+        for sizes in dict.fromkeys(mesh.by_rank):
+            model.check_divides(sizes.tp, sizes.cp, sizes.ep, divides_rows=divides_rows)
+            check_sequences(sizes.cp, model.seq_len)
     if isinstance(model, MLP):
-        check_experts(None, mesh.ep, mesh.tp, divides_rows=False)
+        for sizes in dict.fromkeys(mesh.by_rank):
+            check_experts(None, sizes.ep, sizes.tp, divides_rows=False)
 
 
 def _check_data(model: AnyModel, data: AnyData) -> None:

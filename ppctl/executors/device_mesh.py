@@ -39,9 +39,17 @@ def make_mesh(sizes: MeshSizes, order: str = "auto") -> Mesh:
     more devices than the mesh, hosts have different numbers of devices, an axis such as tp would
     span hosts, or JAX cannot start.
     """
+    devices = taken(sizes.num_devices, f"mesh {product_text(sizes.shown())}")
+    return mesh_of(laid_out(devices, sizes, order))
+
+
+def taken(need: int, request: str) -> list[Any]:
+    """Return the first `need` attached devices; request: their use, for messages. See `make_mesh`.
+
+    Raises ConfigError.
+    """
     devices = all_devices()
-    need, kind, num_processes = sizes.num_devices, devices[0].platform, jax.process_count()
-    request = f"mesh {product_text(sizes.shown())}"
+    kind, num_processes = devices[0].platform, jax.process_count()
     fitting = setting("mesh", f"1x{len(devices)}", f"ppctl.mesh(pp={len(devices)})")
     if num_processes > 1 and need != len(devices):
         raise ConfigError(
@@ -56,7 +64,7 @@ def make_mesh(sizes: MeshSizes, order: str = "auto") -> Mesh:
             f"{request} needs {need} devices, but there are {len(devices)} ({kind}). Use a "
             f"smaller mesh, such as {fitting}, or {simulated}."
         )
-    return mesh_of(laid_out(devices[:need], sizes, order))
+    return devices[:need]
 
 
 def repeated_mesh(sizes: MeshSizes) -> Mesh:

@@ -1,19 +1,22 @@
 """The mesh of each pipeline rank, and the mesh over which natural order is divided.
 
 Ranks whose meshes have equal sizes form a group: they run the same programs, and the devices of a
-group are one rectangular mesh. `ppctl.mesh` makes one group of all ranks.
+group are one rectangular mesh. `ppctl.mesh` makes one group of all ranks, `ppctl.mesh(ranks=)` one
+for each size.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Self
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from ppctl.executors.described_devices import is_described
-from ppctl.executors.device_mesh import is_mine
-from ppctl.schedule.mesh_axes import RANK_AXES, MeshSizes
+from ppctl.executors.device_mesh import is_mine, laid_out, mesh_of
+from ppctl.schedule.mesh_axes import AXES, RANK_AXES, MeshSizes, ranks_text
 
 
 class RankGroup(NamedTuple):
@@ -21,6 +24,9 @@ class RankGroup(NamedTuple):
 
     mesh: Mesh
     ranks: tuple[int, ...]
+
+
+PP = AXES.index("pp")
 
 
 @dataclass(frozen=True)
@@ -31,18 +37,43 @@ class RankMeshes:
     storage: Mesh
 
     @classmethod
-    def of(cls, mesh: Mesh) -> Self:
-        """Return the rank meshes of a mesh: slices of equal sizes."""
+    def of(cls, mesh: "Mesh | RankMeshes") -> "RankMeshes":
+        """Return the rank meshes of a mesh: slices of equal sizes. Rank meshes stay as they are."""
+        if isinstance(mesh, RankMeshes):
+            return mesh
         return cls((RankGroup(mesh, tuple(range(mesh.shape["pp"]))),), mesh)
+
+    @classmethod
+    def of_sizes(cls, devices: Sequence[Any], ranks: Sequence[MeshSizes]) -> "RankMeshes":
+        """Return the meshes of ranks of these sizes, which take the devices in order.
+
+        Natural order is stored over all devices: over fsdp by the largest power of two that divides
+        their number, the rest are copies. Raises ConfigError like `laid_out` for a rank.
+        """
+        ends = accumulate((sizes.num_devices for sizes in ranks), initial=0)
+        blocks = [
+            laid_out(devices[first:last], sizes)
+            for (first, last), sizes in zip(pairwise(ends), ranks, strict=True)
+        ]
+        same = {sizes: [r for r, each in enumerate(ranks) if each == sizes] for sizes in ranks}
+        groups = tuple(
+            RankGroup(mesh_of(np.concatenate([blocks[r] for r in group], PP)), tuple(group))
+            for group in same.values()
+        )
+        if len(groups) == 1:
+            return cls.of(groups[0].mesh)
+        flat = np.concatenate([block.ravel() for block in blocks])
+        shards = len(flat) & -len(flat)
+        return cls(groups, mesh_of(flat.reshape(MeshSizes(len(flat) // shards, 1, shards).shape)))
 
     @cached_property
     def by_rank(self) -> tuple[Mesh, ...]:
         """The mesh of each rank, with the axes `RANK_AXES`."""
         found: dict[int, Mesh] = {}
         for mesh, ranks in self.groups:
-            place, types = mesh.axis_names.index("pp"), (AxisType.Auto,) * len(RANK_AXES)
+            types = (AxisType.Auto,) * len(RANK_AXES)
             for i, rank in enumerate(ranks):
-                found[rank] = Mesh(mesh.devices.take(i, place), RANK_AXES, axis_types=types)
+                found[rank] = Mesh(mesh.devices.take(i, PP), RANK_AXES, axis_types=types)
         return tuple(found[rank] for rank in sorted(found))
 
     @cached_property
@@ -74,6 +105,16 @@ class RankMeshes:
         return MeshSizes.of(self.storage.shape)
 
     @property
+    def sizes_by_rank(self) -> tuple[MeshSizes, ...]:
+        """The sizes of each rank."""
+        return tuple(MeshSizes.of(mesh.shape) for mesh in self.by_rank)
+
+    @property
+    def text(self) -> str | None:
+        """The sizes of unequal ranks as typed after `mesh.ranks=`; None if all are equal."""
+        return None if len(self.groups) == 1 else ranks_text(self.sizes_by_rank)
+
+    @property
     def device(self) -> Any:
         """The first device. All devices of a pipeline are of one kind."""
         return self.storage.devices.flat[0]
@@ -88,6 +129,8 @@ class RankMeshes:
         """The device ids of each rank, or places in the storage mesh if it repeats one device."""
         if len({*self.storage.devices.flat}) == self.num_devices:
             return tuple(tuple(d.id for d in mesh.devices.flat) for mesh in self.by_rank)
+        if len(self.groups) > 1:
+            ends = accumulate((mesh.size for mesh in self.by_rank), initial=0)
+            return tuple(tuple(range(*each)) for each in pairwise(ends))
         places = np.arange(self.num_devices).reshape(self.storage.devices.shape)
-        by_rank = np.moveaxis(places, self.storage.axis_names.index("pp"), 0)
-        return tuple(tuple(each.ravel().tolist()) for each in by_rank)
+        return tuple(tuple(each.ravel().tolist()) for each in np.moveaxis(places, PP, 0))

@@ -1,8 +1,9 @@
 """Mesh axes by role, sizes of meshes and their texts, and checks of sizes that axes divide."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import field, make_dataclass
-from math import gcd, prod
+from itertools import groupby
+from math import gcd, lcm, prod
 from typing import Any, Self
 
 from ppctl.errors import ConfigError, setting
@@ -104,6 +105,61 @@ class MeshSizes(axes_record(is_frozen=True)):
         return shown_sizes({name: getattr(self, name) for name in axes})
 
 
+def data_size(ranks: Iterable[MeshSizes]) -> int:
+    """Return the least number of examples that the data axes of each rank divide.
+
+    >>> data_size([MeshSizes(dp=2, tp=2), MeshSizes(fsdp=3)])
+    6
+    """
+    return lcm(*(sizes.along(DATA_AXES) for sizes in ranks))
+
+
+def rank_sizes(entries: Sequence[Mapping[str, Any]]) -> tuple[MeshSizes, ...]:
+    """Return the sizes of each rank from the entries of mesh.ranks. ConfigError for wrong numbers.
+
+    >>> [sizes.tp for sizes in rank_sizes([{"tp": 4}, {"ranks": "1-2", "tp": 2}])]
+    [4, 2, 2]
+    """
+    found: list[MeshSizes] = []
+    for number, entry in enumerate(entries):
+        stated = entry.get("ranks") or str(len(found))
+        first, _, last = stated.partition("-")
+        is_range = first.isdigit() and (last or first).isdigit()
+        if not is_range or int(first) != len(found) or int(last or first) < int(first):
+            what = f"mesh.ranks[{number}].ranks={stated} is not the next ranks"
+            raise ConfigError(f"{what}. Write {len(found)}-LAST, or leave it out for one rank.")
+        found += [MeshSizes.of(entry)] * (int(last or first) - int(first) + 1)
+    return tuple(found)
+
+
+def equal_runs(ranks: Sequence[MeshSizes]) -> list[tuple[str, MeshSizes]]:
+    """Return (numbers, sizes) of each run of ranks of equal sizes.
+
+    >>> [numbers for numbers, _ in equal_runs([MeshSizes(tp=2), MeshSizes(), MeshSizes()])]
+    ['0', '1-2']
+    """
+    found, first = [], 0
+    for sizes, run in groupby(ranks):
+        last = first + len([*run]) - 1
+        found.append((f"{first}" if first == last else f"{first}-{last}", sizes))
+        first = last + 1
+    return found
+
+
+def ranks_text(ranks: Sequence[MeshSizes]) -> str:
+    """Return the sizes of each rank as typed after `mesh.ranks=`.
+
+    >>> ranks_text([MeshSizes(fsdp=4), MeshSizes(tp=2), MeshSizes(tp=2)])
+    '[{fsdp:4},{ranks:1-2,tp:2}]'
+    """
+    texts = []
+    for numbers, sizes in equal_runs(ranks):
+        axes = {name: n for name, n in sizes.by_axis.items() if n > 1}
+        entry = ({"ranks": numbers} if "-" in numbers else {}) | (axes or {"dp": 1})
+        texts.append(",".join(f"{name}:{n}" for name, n in entry.items()))
+    return f"[{{{'},{'.join(texts)}}}]"
+
+
 def shown_sizes(sizes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sizes in the order of AXES; axes inside a stage are left out if 1."""
     return {
@@ -119,6 +175,10 @@ def axes_text(sizes: Mapping[str, Any]) -> str:
     >>> axes_text({"dp": 2, "pp": 4, "fsdp": 1, "tp": 2, "cp": 1})
     'dp=2 pp=4 fsdp=1 tp=2'
     """
+    if sizes.get("ranks"):
+        runs = equal_runs(rank_sizes(sizes["ranks"]))
+        each = (f"rank {n}: {axes_text(of.only(RANK_AXES).shown(RANK_AXES))}" for n, of in runs)
+        return ", ".join(each)
     return " ".join(f"{name}={size}" for name, size in shown_sizes(sizes).items())
 
 
@@ -128,6 +188,8 @@ def mesh_text(sizes: Mapping[str, Any]) -> str:
     >>> mesh_text({"dp": 2, "pp": 4, "fsdp": 1}), mesh_text({"dp": 2, "pp": 4, "fsdp": 1, "tp": 2})
     ('2x4', '2x4x1x1x2')
     """
+    if sizes.get("ranks"):
+        return ranks_text(rank_sizes(sizes["ranks"]))
     named = [f"mesh.{name}={n}" for name, n in shown_sizes(sizes).items() if name not in TEXT_AXES]
     return " ".join(["x".join(map(str, positional(sizes))), *named])
 
@@ -149,10 +211,16 @@ def product_text(factors: Mapping[str, int]) -> str:
     return " = ".join(["*".join(factors), *texts])
 
 
-def check_batch(batch_size: int, num_microbatches: int, mesh: MeshSizes) -> None:
-    """Raise ConfigError for a batch that microbatches and data axes do not divide."""
+def check_batch(batch_size: int, num_microbatches: int, ranks: Sequence[MeshSizes]) -> None:
+    """Raise ConfigError for a batch that microbatches and the data axes of ranks do not divide."""
     factors = {setting("schedule.num_microbatches"): num_microbatches}
-    factors |= {setting(f"mesh.{axis}"): size for axis, size in mesh.shown(DATA_AXES).items()}
+    if len(set(ranks)) == 1:
+        sizes = ranks[0].shown(DATA_AXES)
+        factors |= {setting(f"mesh.{axis}"): size for axis, size in sizes.items()}
+    else:
+        each = sorted({sizes.along(DATA_AXES) for sizes in ranks})
+        product = "*".join(DATA_AXES)
+        factors[f"lcm({', '.join(map(str, each))}), of {product} of the ranks,"] = data_size(ranks)
     number, left = divmod(batch_size, pieces := prod(factors.values()))
     if left or not number:
         fitting = " or ".join(str(n * pieces) for n in (number, number + 1) if n)
@@ -160,6 +228,33 @@ def check_batch(batch_size: int, num_microbatches: int, mesh: MeshSizes) -> None
             f"{setting('data.batch_size', batch_size, f'batch size {batch_size}')} is not a "
             f"multiple of {product_text(factors)}. Use "
             f"{setting('data.batch_size', fitting, fitting)}, or fewer microbatches."
+        )
+
+
+def check_unequal(
+    ranks: Sequence[MeshSizes], executor: str, vocab: str, *, dispatches_tasks: bool
+) -> None:
+    """Raise ConfigError if ranks of unequal sizes cannot form a pipeline.
+
+    executor, vocab: names, for messages and rules. dispatches_tasks: as in `EngineTraits`.
+    """
+    if len(set(ranks)) == 1:
+        return
+    sizes, equal = setting("mesh.ranks", ranks_text(ranks)), "or ranks of equal sizes"
+    if not dispatches_tasks:
+        raise ConfigError(
+            f"executor={executor} is one program for equal ranks, but {sizes} has ranks of other "
+            f"sizes. Use executor=mpmd, {equal}."
+        )
+    if len({each.cp for each in ranks}) > 1:
+        raise ConfigError(
+            f"{sizes} has ranks of other cp, but a device keeps its pieces of the sequences from "
+            "rank to rank. Use the same cp on all ranks."
+        )
+    if vocab == "parallel":
+        raise ConfigError(
+            f"{setting('schedule.vocab', vocab)} divides embedding and head into equal parts, but "
+            f"{sizes} has ranks of other sizes. Use {setting('schedule.vocab', 'whole')}, {equal}."
         )
 
 

@@ -1,13 +1,14 @@
 """The layout of a run: its mesh, which layers each stage holds, and how tasks run on devices."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import permutations
 from typing import Annotated, Any, ClassVar, cast
 
-from ppctl.config.field_checks import Natural, Settings, one_of, up_to
+from ppctl.config.field_checks import Natural, Settings, domains, one_of, up_to
 from ppctl.errors import ConfigError
+from ppctl.schedule import mesh_axes
 from ppctl.schedule.engine_traits import ALONE, BY_TASKS, IN_TICKS, EngineTraits
-from ppctl.schedule.mesh_axes import AXES, STAGE_AXES, MeshSizes, axes_record, axes_text, mesh_text
+from ppctl.schedule.mesh_axes import AXES, RANK_AXES, STAGE_AXES, MeshSizes, axes_record
 from ppctl.schedule.remat import Remat
 
 OUTER = (name for name in AXES if name not in STAGE_AXES)
@@ -17,29 +18,62 @@ ORDERS = ("auto", *map("-".join, permutations(OUTER)))
 
 
 @dataclass
+class RankAxes(axes_record(RANK_AXES, Devices)):
+    """Devices of a pipeline rank along each axis, or of several ranks of equal sizes."""
+
+    ranks: str | None = None  # FIRST-LAST; None: the next rank
+
+
+@dataclass
 class Mesh(axes_record(kind=Devices), Settings):
     """Devices along each axis. `mesh=2x4x2` is dp x pp x fsdp; three more are ep, tp and cp."""
 
     # order of the axes over hosts (TPU slices); auto: pp-dp-fsdp over several hosts
     order: Annotated[str, one_of(*ORDERS)] = "auto"
+    # sizes of each rank, in place of the axes above: [{fsdp: 4}, {ranks: 1-2, dp: 2, tp: 2}]
+    ranks: list[RankAxes] = field(default_factory=list[RankAxes])
+
+    def check(self) -> None:
+        super().check()
+        for number, each in enumerate(self.ranks):
+            domains(f"mesh.ranks[{number}]", each)
+        if not self.ranks:
+            return
+        number = len(self.by_rank)
+        for axis, size in self.sizes.by_axis.items():
+            if size not in (1, number if axis == "pp" else 1):
+                what = f"mesh.ranks states the sizes of {number} ranks"
+                remedy = "Leave it out" if axis == "pp" else f"Use mesh.{axis}=1"
+                raise ConfigError(f"mesh.{axis}={size}, but {what}. {remedy}.")
+        if self.order != "auto":
+            what = f"mesh.order={self.order} orders the axes of equal ranks over hosts"
+            raise ConfigError(f"{what}, but mesh.ranks takes devices rank by rank. Use auto.")
 
     @property
     def sizes(self) -> MeshSizes:
+        """The sizes of a mesh of equal ranks."""
         return MeshSizes.of(vars(self))
 
     @property
+    def by_rank(self) -> tuple[MeshSizes, ...]:
+        """The sizes of each rank."""
+        if not self.ranks:
+            return (self.sizes.only(RANK_AXES),) * self.sizes.pp
+        return mesh_axes.rank_sizes([vars(each) for each in self.ranks])
+
+    @property
     def num_devices(self) -> int:
-        return self.sizes.num_devices
+        return sum(sizes.num_devices for sizes in self.by_rank)
 
     @property
     def text(self) -> str:
         """The sizes as typed after `mesh=`, without trailing sizes of 1."""
-        return mesh_text(vars(self))
+        return mesh_axes.mesh_text(asdict(self))
 
     @property
     def axes_text(self) -> str:
         """The axes with their sizes; axes inside a stage only with a size above 1."""
-        return axes_text(vars(self))
+        return mesh_axes.axes_text(asdict(self))
 
 
 # --- partitions: the layers of each stage ---------------------------------------------------------

@@ -78,7 +78,7 @@ class CompiledPrograms:
             if entry.program is not None:
                 written = self._trace(entry.program, written)
             elif self.changes_group(entry):
-                written = (self._received(entry, written[0]),)
+                written = (self._received(entry, written[0], shapes.get(("params", entry.rank))),)
             shapes.update(zip(entry.writes, written, strict=True))
         return shapes
 
@@ -86,15 +86,18 @@ class CompiledPrograms:
         """Return whether a move is between ranks of different sizes."""
         return len({self.meshes.group_of[rank] for rank in entry.ranks}) > 1
 
-    def _received(self, entry: PlanEntry, sent: Tree) -> Tree:
-        """Return the shapes of a value on a receiver of other sizes.
+    def _received(self, entry: PlanEntry, sent: Tree, params: Tree) -> Tree:
+        """Return the shapes of a value on a receiver of other sizes; params: of the receiver.
 
-        Activations are cut into rows in the order of devices, on either side. Leaves of embedding
-        and head that ranks share are not among these values.
+        Activations are cut into rows in the order of devices, on either side. Gradients of shared
+        leaves are divided as the receiver's parameters.
         """
         group = self.meshes.group_of[entry.rank]
-        mesh = self.abstract[group]
-        if value_kind(entry.reads[0][0]).form != "activation":
+        mesh, form = self.abstract[group], value_kind(entry.reads[0][0]).form
+        if form == "shared":
+            pick = lambda a, own: None if a is None else own  # noqa: E731
+            return jax.tree.map(pick, sent, params["embed_head"], is_leaf=lambda a: a is None)
+        if form != "activation":
             return _on(mesh, sent)
         x = self.libraries[group].model.x
         shape = jax.ShapeDtypeStruct((x.shape[0] * mesh.size, *x.shape[1:]), sent.dtype)
@@ -163,7 +166,8 @@ class CompiledPrograms:
     def crosses(self, entry: PlanEntry) -> bool:
         """Return whether a move is between processes."""
         assert entry.sender is not None, "only moves have a sender"
-        return processes(self.submeshes[entry.sender]) != processes(self.submeshes[entry.rank])
+        sender, receiver = (processes(self.submeshes[r]) for r in (entry.sender, entry.rank))
+        return sender != receiver and len({*sender, *receiver}) > 1
 
     def compile(self, entries: Sequence[PlanEntry], shapes: Mapping[Key, Tree]) -> None:
         """Compile missing programs in threads, started in plan order: the same in all processes."""

@@ -5,6 +5,7 @@ program before it on its rank returns, so that every device runs its programs in
 docs/executors-internals.md, "The turns of mpmd", proves that this cannot deadlock.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from ppctl.executors.device_mesh import processes
 from ppctl.executors.mpmd.compiled_programs import CompiledPrograms, memory_breakdown
 from ppctl.executors.mpmd.dispatch_plan import Call, Key, PlanEntry, Walk, last_uses
+from ppctl.executors.mpmd.plan_values import value_kind
 from ppctl.executors.mpmd.transfers import (
     TURN,
     copy_across,
@@ -24,6 +26,10 @@ from ppctl.executors.mpmd.transfers import (
     local_zeros,
     pair_mesh,
     parts_of,
+    pieces_of,
+    recut,
+    resized,
+    row_devices,
 )
 from ppctl.executors.programs_under_way import ProgramsUnderWay
 
@@ -121,8 +127,9 @@ class Runtime:
         there = jax.tree.map(lambda a: a.sharding, arrived)
         # 1. inside a process; device_put takes 70 us to a device, 110 us to a sharding
         if not self.programs.crosses(entry):
-            is_recut = self.programs.changes_group(entry)
-            if len(set(processes(self.submeshes[rank]))) == 1 and not is_recut:
+            if self.programs.changes_group(entry):
+                return self._resized_move(entry, value, arrived)
+            if len(set(processes(self.submeshes[rank]))) == 1:
                 devices = self.submeshes[rank].devices
                 to = devices.item() if devices.size == 1 else there
                 return lambda value: (jax.device_put(value, to),)
@@ -138,3 +145,19 @@ class Runtime:
             return (received,)
 
         return in_both_turns
+
+    def _resized_move(self, entry: PlanEntry, sent: Tree, there: Tree) -> Call:
+        """Return the call that moves a value of one process to a rank of other sizes."""
+        form = value_kind(entry.reads[0][0]).form
+        if form != "activation":
+            return partial(resized, there)
+        meshes, libraries = self.programs.meshes, self.programs.libraries
+        sides = [
+            row_devices(
+                self.submeshes[rank],
+                divides_rows=libraries[meshes.group_of[rank]].model.axes.divides_rows,
+            )
+            for rank in entry.ranks
+        ]
+        size = math.prod(sent.sharding.shard_shape(sent.shape))
+        return partial(recut, pieces_of(*sides, size), there)

@@ -6,8 +6,8 @@ declared replicated; inside shard_map each device sees its part.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,22 +58,102 @@ def pair_mesh(sender: Mesh, receiver: Mesh) -> Mesh:
 
 
 def copy_across(sender: Mesh, receiver: Mesh, there: Tree, value: Tree) -> tuple[Tree]:
-    """Return a copy of a value on a receiver in the same processes; there: its sharded shapes.
+    """Return a copy of a value on a receiver of equal sizes in the same processes.
 
-    Each device sends its part, which may have another shape on a receiver of other sizes: the rows
-    of an activation lie in the order of devices.
+    there: its sharded shapes. Each device sends its part.
     """
     counterpart = dict(zip(sender.devices.flat, receiver.devices.flat, strict=True))
 
     def one(a: jax.Array, to: jax.ShapeDtypeStruct) -> jax.Array:
-        sharding, copies = to.sharding, {}
-        assert isinstance(sharding, NamedSharding), "a mesh of devices"
-        for device, part in local_shards(a).items():
-            cut = part.reshape(sharding.shard_shape(to.shape))
-            copies[counterpart[device]] = jax.device_put(cut, counterpart[device])
-        return from_shards(to.shape, sharding, copies)
+        assert isinstance(to.sharding, NamedSharding), "a mesh of devices"
+        parts = {
+            counterpart[device]: jax.device_put(part, counterpart[device])
+            for device, part in local_shards(a).items()
+        }
+        return from_shards(to.shape, to.sharding, parts)
 
     return (jax.tree.map(one, value, there),)
+
+
+def resized(there: Tree, value: Tree) -> tuple[Tree]:
+    """Return a copy of a value of one process on a receiver of other sizes, which pads other dims.
+
+    It passes through the host, so the caller waits for the value.
+    """
+
+    def one(a: jax.Array, to: jax.ShapeDtypeStruct) -> jax.Array:
+        whole = np.zeros(to.shape, to.dtype)
+        held = tuple(slice(min(sizes)) for sizes in zip(a.shape, to.shape, strict=True))
+        whole[held] = np.asarray(a)[held]
+        return jax.device_put(whole, to.sharding)
+
+    return (jax.tree.map(one, value, there),)
+
+
+# an activation on a receiver of other sizes: rows lie in the order of devices, so they are cut anew
+
+
+class Piece(NamedTuple):
+    """A piece of the rows of an activation: elements `start` to `stop` of a sender's part."""
+
+    sender: Device
+    start: int
+    stop: int
+
+
+def row_devices(mesh: Mesh, *, divides_rows: bool) -> np.ndarray:
+    """Return the devices [cp, parts, copies] of a rank, in the order of the rows that they hold.
+
+    divides_rows: whether tp divides rows, see `StageAxes`; else its devices hold copies.
+    """
+    sizes = mesh.shape
+    devices = mesh.devices.reshape(-1, sizes["tp"], sizes["cp"]).transpose(2, 0, 1)
+    return devices.reshape(sizes["cp"], -1, 1 if divides_rows else sizes["tp"])
+
+
+def pieces_of(
+    senders: np.ndarray, receivers: np.ndarray, part_size: int
+) -> dict[Device, tuple[Piece, ...]]:
+    """Return the pieces that form the part of each receiving device, in order.
+
+    senders, receivers: `row_devices`. part_size: elements of a sender's part.
+    """
+    size, found = part_size * senders.shape[1] // receivers.shape[1], {}
+    for c, j in np.ndindex(*receivers.shape[:2]):
+        first, last = j * size, (j + 1) * size
+        holders = range(first // part_size, -(-last // part_size))
+        pieces = tuple(
+            Piece(
+                senders[c, i, 0],
+                max(first - i * part_size, 0),
+                min(last - i * part_size, part_size),
+            )
+            for i in holders
+        )
+        found |= dict.fromkeys(receivers[c, j], pieces)
+    return found
+
+
+def recut(
+    pieces: Mapping[Device, Sequence[Piece]], there: jax.ShapeDtypeStruct, value: jax.Array
+) -> tuple[jax.Array]:
+    """Return an activation of one process on the receivers of `pieces`; there: its shape there."""
+    assert isinstance(there.sharding, NamedSharding), "a mesh of devices"
+    parts, shape, arrived = local_shards(value), there.sharding.shard_shape(there.shape), {}
+    for device, of_device in pieces.items():
+        cut = [_cut(parts[each.sender], each.start, each.stop) for each in of_device]
+        arrived[device] = _joined(jax.device_put(cut, device), shape)
+    return (from_shards(there.shape, there.sharding, arrived),)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _cut(part: jax.Array, start: int, stop: int) -> jax.Array:
+    return part.reshape(-1)[start:stop]
+
+
+@partial(jax.jit, static_argnums=1)
+def _joined(pieces: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:
+    return jnp.concatenate(pieces).reshape(shape)
 
 
 def parts_of(shapes: Tree) -> tuple[Part, ...]:

@@ -13,7 +13,8 @@ from jax.sharding import Mesh
 from ppctl.config import AutoHardware, Reference
 from ppctl.errors import ConfigError
 from ppctl.executors.layer_placement import Placement
-from ppctl.executors.parameter_layout import Layout
+from ppctl.executors.parameter_layout import Layout, RankLayout
+from ppctl.executors.rank_meshes import RankMeshes
 from ppctl.executors.stage.jaxpr_flops import RelativeCosts, relative_costs
 from ppctl.model.network import Network
 from ppctl.model.stack import Stack
@@ -21,6 +22,7 @@ from ppctl.model.trainable_parameters import checked_flags, trained_part, traine
 from ppctl.schedule.costs import task_costs
 from ppctl.schedule.families.registry import BASELINE, FamilyWithKnobs
 from ppctl.schedule.ir import Schedule
+from ppctl.schedule.mesh_axes import check_unequal
 from ppctl.schedule.scheduled_step import ScheduledStep, scheduled_step
 from ppctl.schedule.vocabulary_parallel import with_vocabulary
 from ppctl.training.pipeline import optimizers as optim, pipeline_request as request
@@ -31,6 +33,7 @@ from ppctl.training.pipeline.call_checks import (
     whole_number,
 )
 from ppctl.training.pipeline.engines.make_engine import make_engine, model_of
+from ppctl.training.pipeline.engines.rank_states import GroupModel
 from ppctl.training.pipeline.engines.train_states import States
 from ppctl.training.pipeline.execution import Execution, execution_of
 from ppctl.training.pipeline.known_hardware import default_dtype
@@ -47,7 +50,7 @@ Tree = Any
 @flax_faults()
 def pipeline(
     model: Stack | Network,
-    mesh: Mesh,
+    mesh: Mesh | RankMeshes,
     schedule: request.AnySchedule = BASELINE,
     optimizer: optax.GradientTransformation | None = None,
     *,
@@ -68,7 +71,7 @@ def pipeline(
 
     Args:
         model: A `Stack`, or a `Network` cut at stage_boundary or in `layers` layers of equal work.
-        mesh: A result of `ppctl.mesh`.
+        mesh: A result of `ppctl.mesh`; with `ranks` the ranks have meshes of their own.
         schedule: The name of a family, `ppctl.family(...)`, or a `Schedule`.
         num_microbatches: Microbatches of a step in each replica; needed unless given a `Schedule`.
         batch: {"inputs", "targets"}: a global batch, or its shapes and dtypes.
@@ -84,25 +87,43 @@ def pipeline(
     """
     # 1. the request
     optimizer = checked_optimizer(optimizer, model, mesh, clip_norm)
-    dtype = compute_dtype(dtype, model, default_dtype(AutoHardware(), mesh.devices.flat[0]))
+    meshes = RankMeshes.of(mesh)
+    dtype = compute_dtype(dtype, model, default_dtype(AutoHardware(), meshes.device))
     seed, shapes = whole_number("seed", seed, 0), request.shapes_of(batch)
-    execution, knobs = execution_of(executor, mesh, options)
-    plan = request.schedule_for(schedule, mesh, num_microbatches, knobs, shapes)
+    execution, knobs = execution_of(executor, meshes, options)
+    ranks, is_by_tasks = meshes.sizes_by_rank, execution.engine.dispatches_tasks
+    check_unequal(ranks, execution.executor, vocab, dispatches_tasks=is_by_tasks)
+    plan = request.schedule_for(schedule, ranks, num_microbatches, knobs, shapes)
     stack = request.layered_stack(model, batch, layers, dtype)
     # 2. tasks in schedule order; layers on stages, stages on devices
     work = _scheduled(stack, shapes, dtype, schedule, plan, vocab, execution)
     step, execution, of_stages = work
     layers_of = request.partition_for(partition, stack.num_layers, plan, of_stages)
     counting = with_metrics(stack, metrics or {}, shapes, dtype)
-    divided, of_rank = request.divided(counting, execution, mesh, shapes)
-    layout = Layout(mesh, Placement(layers_of, plan.rank_of), of_rank)
+    placement, is_equal = Placement(layers_of, plan.rank_of), len(meshes.groups) == 1
+    divisions = [
+        request.divided(counting, execution.on(group.mesh), group.mesh, shapes)
+        for group in meshes.groups
+    ]
+    layouts = [
+        Layout(mesh, placement if is_equal else placement.on(held), of_rank)
+        for (mesh, held), (_, of_rank) in zip(meshes.groups, divisions, strict=True)
+    ]
+    whole = Layout(meshes.storage, placement, RankLayout(meshes.sizes))
+    layout = layouts[0] if is_equal else whole
     # 3. the initial state, the engine that runs the steps, and the pipeline
     on_layers = _on_layers(stack, layout, optim.clipped(optimizer, clip_norm), execution)
     start, of_all = optim.first_state(stack, on_layers), optim.state_shapes(stack, on_layers)
     states = States(layout, start, of_all, seed)
-    shown = model_of(stack, divided, states, shapes, plan.num_microbatches, execution, dtype)
-    request.check_tasks(stack, step, layers_of, shown, execution)
-    engine = make_engine(shown, states, step, shapes, on_layers, lr_schedule, execution, clip_norm)
+    groups = []
+    for group, (divided, _), on in zip(meshes.groups, divisions, layouts, strict=True):
+        how = shapes, plan.num_microbatches, execution.on(group.mesh), dtype
+        shown = model_of(stack, divided, replace(states, layout=on), *how)
+        request.check_tasks(stack, step, layers_of, shown, execution)
+        groups.append(GroupModel(group.ranks, on, shown))
+    request.check_rows(groups)
+    engine = make_engine(groups, states, step, shapes, on_layers, lr_schedule, execution, clip_norm)
+    shown = groups[0].model
     parts = on_layers, dtype, shapes, engine, shown, lr_schedule, few_examples(batch, shapes)
     return Pipeline(stack, *work, states, *parts, metrics or {})
 

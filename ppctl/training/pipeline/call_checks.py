@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from ppctl.config.field_checks import LARGEST
 from ppctl.errors import ConfigError
 from ppctl.executors.parameter_layout import Layout
+from ppctl.executors.rank_meshes import RankMeshes
 from ppctl.model.network import Network
 from ppctl.model.stack import Stack
 from ppctl.training.pipeline.engines.mpmd_engine import Attempt
@@ -34,7 +35,7 @@ def checked_optimizer(
     if not isinstance(model, Stack | Network):
         what = f"The model is {_short(model)}, not a ppctl.Stack or a ppctl.Network"
         raise ConfigError(f"{what}. Use {_made_by(model)}.")
-    if not isinstance(mesh, Mesh):
+    if not isinstance(mesh, Mesh | RankMeshes):
         raise ConfigError(f"mesh={_short(mesh)} is not a mesh. Use ppctl.mesh(dp=, pp=, fsdp=).")
     if not isinstance(optimizer, optax.GradientTransformation):
         what = f"optimizer={_short(optimizer)} is not an optax.GradientTransformation"

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from jax.sharding import Mesh
 
@@ -11,10 +11,11 @@ from ppctl.config.field_checks import domains
 from ppctl.config.groups.layout_settings import Pipelined
 from ppctl.errors import ConfigError, nearest, suggested
 from ppctl.executors.compiler_options import Flags, flags_for
+from ppctl.executors.rank_meshes import RankMeshes
 from ppctl.executors.reference import MOST_UNROLLED
 from ppctl.model.parallel import WHOLE, StageAxes
 from ppctl.schedule.engine_traits import EngineTraits
-from ppctl.schedule.mesh_axes import AXES
+from ppctl.schedule.mesh_axes import AXES, STAGE_AXES
 from ppctl.schedule.remat import Remat
 
 T = TypeVar("T", bound=Reference)
@@ -46,6 +47,11 @@ class Execution:
     @property
     def engine(self) -> EngineTraits:
         return EXECUTORS[self.executor].ENGINE
+
+    def on(self, mesh: Mesh) -> Self:
+        """Return the execution on ranks with the sizes of a mesh."""
+        sizes = {name: mesh.shape[name] for name in STAGE_AXES}
+        return replace(self, axes=replace(self.axes, **sizes))
 
 
 def spmd(**options: Any) -> Spmd:
@@ -114,16 +120,17 @@ def _options_of(executor: type[Reference]) -> dict[str, Any]:
 
 
 def execution_of(
-    executor: str | Reference, mesh: Mesh, options: Options
+    executor: str | Reference, meshes: RankMeshes, options: Options
 ) -> tuple[Execution, dict[str, Any]]:
-    """Return (the execution on a mesh, the remaining options: settings of a schedule family).
+    """Return (the execution on rank 0, the remaining options: settings of a schedule family).
 
     ConfigError for an unknown executor, an unknown or inapplicable option, or a mesh that does not
     fit.
     """
     config, rest = _configured(executor, options)
     has_loops = not config.ENGINE.dispatches_tasks
-    flags = flags_for(config.xla_flags, mesh.devices.flat[0], has_loops=has_loops)
+    flags = flags_for(config.xla_flags, meshes.device, has_loops=has_loops)
+    mesh = meshes.groups[0].mesh
     axes = StageAxes.of(mesh.shape)
     execution = Execution(config.name, Remat.of(config.remat), xla_flags=flags, axes=axes)
     if isinstance(config, Pipelined):
@@ -137,10 +144,10 @@ def execution_of(
         what = f"The mesh has axes {mesh.axis_names}, not {AXES}"
         call = f"ppctl.mesh({', '.join(f'{axis}=' for axis in AXES)})"
         raise ConfigError(f"{what}. Make it with {call}.")
-    if not execution.engine.is_pipelined and mesh.size > 1:
+    if not execution.engine.is_pipelined and meshes.num_devices > 1:
         raise ConfigError(
             "executor=reference is the un-pipelined model on one device, but the mesh has "
-            f"{mesh.size}. Use ppctl.mesh(), executor=spmd or executor=mpmd."
+            f"{meshes.num_devices}. Use ppctl.mesh(), executor=spmd or executor=mpmd."
         )
     return execution, rest
 

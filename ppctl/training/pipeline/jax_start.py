@@ -9,6 +9,7 @@ import re
 import socket
 import sys
 import warnings
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +23,8 @@ from ppctl.config.config_dirs import user_cache_dir
 from ppctl.config.field_checks import domains, settings_from
 from ppctl.errors import ConfigError, setting
 from ppctl.executors.compiler_options import add_to_xla_flags
-from ppctl.executors.device_mesh import all_devices, make_mesh
+from ppctl.executors.device_mesh import all_devices, make_mesh, taken
+from ppctl.executors.rank_meshes import RankMeshes
 from ppctl.launch import join_processes as distributed, xla_stderr
 from ppctl.schedule.mesh_axes import AXES
 
@@ -48,7 +50,9 @@ MALLOC_SETTINGS = {
 }
 
 
-def mesh(*, order: str = "auto", **sizes: int) -> Mesh:
+def mesh(
+    *, order: str = "auto", ranks: Sequence[Mapping[str, Any]] = (), **sizes: int
+) -> Mesh | RankMeshes:
     """Return a mesh of devices with these sizes along the axes dp, pp, fsdp, ep, tp and cp.
 
     If JAX has not started yet, a machine without accelerators simulates enough CPU devices.
@@ -57,6 +61,8 @@ def mesh(*, order: str = "auto", **sizes: int) -> Mesh:
         order: The axes from the slowest links to the fastest, such as "pp-dp-fsdp". The first axis
             spans as many hosts as its size allows, then the next. "auto" uses "pp-dp-fsdp" on
             several hosts of GPUs or slices of TPUs.
+        ranks: The sizes of each pipeline rank, in place of `sizes`, such as [{"fsdp": 4, "tp": 2},
+            {"ranks": "1-2", "dp": 2}]. Ranks take the devices in order. Needs executor=mpmd.
         sizes: Devices along each axis, 1 by default: replicas of the pipeline (dp), its ranks (pp),
             shards of parameters (fsdp), shards of experts (ep), shards of each layer's computation
             (tp), and parts of each sequence (cp).
@@ -67,10 +73,21 @@ def mesh(*, order: str = "auto", **sizes: int) -> Mesh:
     for name in sizes:
         if name not in AXES:
             raise ConfigError(f"{name}={sizes[name]} is not a mesh axis. Use {', '.join(AXES)}.")
-    settings = settings_from(MeshSettings, {**sizes, "order": order}, "mesh")
+    given = {**sizes, "order": order, "ranks": [*ranks]}
+    settings = settings_from(MeshSettings, given, "mesh")
     domains("", settings)
+    if ranks:
+        settings.check()
     simulate(settings.num_devices)
-    return make_mesh(settings.sizes, order)
+    return mesh_of_settings(settings)
+
+
+def mesh_of_settings(settings: MeshSettings) -> Mesh | RankMeshes:
+    """Return the mesh of attached devices. ConfigError as `make_mesh`."""
+    if not settings.ranks:
+        return make_mesh(settings.sizes, settings.order)
+    devices = taken(settings.num_devices, f"mesh.ranks={settings.text}")
+    return RankMeshes.of_sizes(devices, settings.by_rank)
 
 
 def start_jax(run: Run, dtype: str, num_devices: int, *, is_away: bool = False) -> None:

@@ -22,7 +22,7 @@ from ppctl.reports.charts.draw_schedule import pipeline_html
 from ppctl.reports.terminal_output import size_text
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule
-from ppctl.schedule.mesh_axes import DATA_AXES
+from ppctl.schedule.mesh_axes import data_size
 from ppctl.schedule.partition.partition import Partition
 from ppctl.schedule.scheduled_step import ScheduledStep
 from ppctl.schedule.tick_lowering import Ticks
@@ -75,10 +75,10 @@ class Pipeline:
         """The schedule lowered to ticks; None unless executor=spmd."""
         return self.scheduled.ticks
 
-    @cached_property
+    @property
     def meshes(self) -> RankMeshes:
         """The mesh of each rank, and of natural order."""
-        return RankMeshes.of(self.states.layout.mesh)
+        return self.engine.meshes
 
     @property
     def layout(self) -> Layout:
@@ -109,7 +109,7 @@ class Pipeline:
     @property
     def _num_parts(self) -> int:
         """The number of microbatches in all replicas."""
-        return self.schedule.num_microbatches * self.meshes.sizes.along(DATA_AXES)
+        return self.schedule.num_microbatches * data_size(self.meshes.sizes_by_rank)
 
     @cached_property
     def num_parameters(self) -> int:
@@ -330,14 +330,15 @@ class Pipeline:
     def _repr_html_(self) -> str:
         """Return the HTML view in notebooks: sizes, each rank's layers and memory, the schedule."""
         sizes = self.meshes.sizes.by_axis
-        axes = " x ".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1)
+        axes = " x ".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1) or "one device"
+        axes = axes if self.meshes.text is None else f"ranks of {self.meshes.text}"
         held: list[list[str]] = [[] for _ in range(self.meshes.num_ranks)]
         for each, rank in self.layout.placement.stages:
             held[rank].append(f"{each.start}-{each[-1]}" if each else "none")
         bubble, numbers = self.bubble(), (self.num_parameters, self.num_trained)
         facts = {
             "model": "{:,} parameters, {:,} trained, in {}".format(*numbers, self.dtype),
-            "mesh": f"{axes or 'one device'}, {self.meshes.device.device_kind}",
+            "mesh": f"{axes}, {self.meshes.device.device_kind}",
             "executor": f"{self.execution.executor}, remat={self.execution.remat}",
         }
         if bubble is not None:

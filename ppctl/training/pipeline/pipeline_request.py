@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from math import lcm, prod
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from ppctl.schedule.partition.partition import Partition, explicit, uniform
 from ppctl.schedule.scheduled_step import ScheduledStep
 from ppctl.schedule.validation import validate
 from ppctl.training.pipeline import call_checks
+from ppctl.training.pipeline.engines.rank_states import GroupModel
 from ppctl.training.pipeline.execution import Execution
 
 Tree = Any
@@ -48,12 +50,15 @@ def shapes_of(batch: Tree) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def schedule_for(
-    schedule: AnySchedule, mesh: Mesh, num_microbatches: int | None, knobs: Knobs, shapes: Shapes
+    schedule: AnySchedule,
+    ranks: Sequence[mesh_axes.MeshSizes],
+    num_microbatches: int | None,
+    knobs: Knobs,
+    shapes: Shapes,
 ) -> Schedule:
     """Return the requested schedule, validated. ConfigError if it does not divide the batch."""
-    plan = _schedule_for(schedule, mesh.shape["pp"], num_microbatches, knobs)
-    sizes = mesh_axes.MeshSizes.of(mesh.shape)
-    mesh_axes.check_batch(num_examples(shapes["inputs"]), plan.num_microbatches, sizes)
+    plan = _schedule_for(schedule, len(ranks), num_microbatches, knobs)
+    mesh_axes.check_batch(num_examples(shapes["inputs"]), plan.num_microbatches, ranks)
     return plan
 
 
@@ -290,6 +295,22 @@ def partition_for(
     if partition == "balanced":
         return costs().balanced(schedule.rank_of)
     return explicit(num_layers, schedule.num_stages, partition)
+
+
+def check_rows(groups: Sequence[GroupModel]) -> None:
+    """Raise ConfigError if ranks of unequal sizes pad sequences to other lengths."""
+    tokens = {}
+    for _, layout_of, model in groups:
+        sizes, axes = layout_of.of_rank.sizes, model.axes
+        parts = sizes.num_devices // sizes.pp * axes.row_parts // axes.tp
+        tokens[axes.tp] = prod(model.x.shape[:-1]) * parts
+    if len(set(tokens.values())) > 1:
+        rows = " and ".join(f"{rows} rows with tp={tp}" for tp, rows in tokens.items())
+        raise ConfigError(
+            f"The ranks of {setting('mesh.ranks', 'unequal sizes')} pad the tokens of a microbatch "
+            f"to {rows}. Use sequences of a multiple of {lcm(*tokens)} tokens, or "
+            f"{setting('executor.sequence_parallel', 'false')}."
+        )
 
 
 def check_fused(step: ScheduledStep, partition: Partition, execution: Execution) -> None:

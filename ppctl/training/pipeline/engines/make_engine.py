@@ -1,6 +1,6 @@
 """Make the engine of an executor."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ Loss = Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]  # (params, batch) ->
 
 
 def make_engine(
-    model: Model,
+    groups: Sequence[GroupModel],
     states: States,
     step: ScheduledStep,
     shapes: Tree,
@@ -42,12 +42,12 @@ def make_engine(
 ) -> Engine:
     """Return the engine that runs a step.
 
-    shapes: shapes and dtypes of a global batch. clip_norm: the optimizer's clipping norm, or None.
+    groups: the model on each group of ranks of equal sizes; mpmd may have several. shapes: shapes
+    and dtypes of a global batch. clip_norm: the optimizer's clipping norm, or None.
     """
-    how = optimizer, lr_schedule
+    how, model = (optimizer, lr_schedule), groups[0].model
     # 1. mpmd
     if execution.engine.dispatches_tasks:
-        groups = (GroupModel(tuple(range(step.schedule.num_ranks)), states.layout, model),)
         arguments = states, shapes, groups, step, *how, dict(execution.xla_flags)
         if execution.post_validation:
             guards_finite = optimizer.guards_finite

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from ppctl.executors.compiler_options import Flags, compiled_quickly, temp_bytes, total_bytes
 from ppctl.executors.model_shapes import shard_shapes
 from ppctl.executors.programs_under_way import ProgramsUnderWay
+from ppctl.executors.rank_meshes import RankMeshes
 from ppctl.executors.work.rank_bytes import RankSizes, rank_bytes
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.random_keys import SEED, key_of_seed, with_example_keys
@@ -45,6 +46,11 @@ class OneProgram:
     flags: Flags = ()  # compiler options
     takes_key: bool = False  # whether layers take a random key
     compiled: dict[str, jax.stages.Compiled] = field(default_factory=dict)
+
+    @cached_property
+    def meshes(self) -> RankMeshes:
+        """The mesh of each rank, and of natural order."""
+        return RankMeshes.of(self.states.layout.mesh)
 
     def new_state(self, seed: int | None = None) -> Tree:
         """Return the initial state of model and seed; seed=None: the seed of the request."""

@@ -9,9 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
 
 from ppctl.executors.model_shapes import Model
 from ppctl.executors.mpmd.rank_trees import Division
@@ -93,12 +91,11 @@ class RankStates:
 
     def _merged(self, parts: Sequence[Tree], shapes: Tree) -> Tree:
         """Return the whole tree in natural order from those of several groups, in one process."""
-        layers = np.concatenate([states.layout.placement.layers for states in self.of_groups])
-        order, everywhere = np.argsort(layers), NamedSharding(self.meshes.storage, P())
+        order = np.argsort(np.concatenate([of.layout.placement.layers for of in self.of_groups]))
 
         def merge(path: tuple, a: jax.ShapeDtypeStruct, *leaves: jax.Array | None) -> jax.Array:
-            copies = [jax.device_put(leaf, everywhere) for leaf in leaves if leaf is not None]
-            whole = jnp.concatenate(copies)[order] if is_layer(path) else copies[0]
+            copies = [np.asarray(leaf) for leaf in leaves if leaf is not None]
+            whole = np.concatenate(copies)[order] if is_layer(path) else copies[0]
             return jax.device_put(whole, a.sharding)
 
         return jax.tree_util.tree_map_with_path(merge, shapes, *parts)
@@ -119,5 +116,5 @@ def _rows(state: Tree, states: States) -> Tree:
     """Return the rows of natural order that belong to a group, on its devices, in one process."""
     if states.has_all:
         return state
-    rows = with_layers(state, states.layout.placement.layers)
+    rows = with_layers(jax.tree.map(np.asarray, state), states.layout.placement.layers)
     return jax.device_put(rows, shardings_of(states.natural))

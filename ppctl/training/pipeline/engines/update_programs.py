@@ -1,6 +1,7 @@
 """The programs of executor=mpmd that run after the gradients: mean loss, norm, update."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -34,11 +35,13 @@ class UpdatePrograms:
         lr_schedule: optax.Schedule | None,
     ):
         # 1. the specs of each rank's state
-        ranks, _, self.model = states.groups[group]
-        self.num_ranks, self.optimizer, self.lr_schedule = len(plans.ranks), optimizer, lr_schedule
+        ranks, layout, self.model = states.groups[group]
+        self.num_ranks, self.whole, self.lr_schedule = len(plans.ranks), optimizer, lr_schedule
         self.is_plain = isinstance(optimizer, optax.GradientTransformation)
+        is_of_group = self.is_plain or optimizer.layout is layout
+        self.optimizer = optimizer if is_of_group else replace(optimizer, layout=layout)
         counted = optim.counted_by(optimizer)
-        is_elementwise = getattr(optimizer, "is_elementwise", True) and not counted
+        is_elementwise = getattr(self.optimizer, "is_elementwise", True) and not counted
         # 2. the programs
         once = {"mean": self._mean, "divide": self._divide, "squares": self._squares}
         once |= {"combine": self._combine, "update": self._update, "try": self._try}
@@ -104,7 +107,7 @@ class UpdatePrograms:
                 ),
                 "layers": jax.tree.map(_joined, *(c["layers"] for c in counts)),
             }
-            numbers |= optim.counts_of(self.optimizer, staged)
+            numbers |= optim.counts_of(self.whole, staged)
         return (numbers | {name: a / divisor(number) for name, a in total.items()},)
 
     def _update(
