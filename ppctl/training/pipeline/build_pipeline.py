@@ -123,8 +123,7 @@ def pipeline(
         groups.append(GroupModel(group.ranks, on, shown))
     request.check_rows(groups)
     engine = make_engine(groups, states, step, shapes, on_layers, lr_schedule, execution, clip_norm)
-    shown = groups[0].model
-    parts = on_layers, dtype, shapes, engine, shown, lr_schedule, few_examples(batch, shapes)
+    parts = on_layers, dtype, shapes, engine, groups, lr_schedule, few_examples(batch, shapes)
     return Pipeline(stack, *work, states, *parts, metrics or {})
 
 

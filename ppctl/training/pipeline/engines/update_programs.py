@@ -37,9 +37,10 @@ class UpdatePrograms:
         # 1. the specs of each rank's state
         ranks, layout, self.model = states.groups[group]
         self.num_ranks, self.whole, self.lr_schedule = len(plans.ranks), optimizer, lr_schedule
-        self.is_plain = isinstance(optimizer, optax.GradientTransformation)
-        is_of_group = self.is_plain or optimizer.layout is layout
-        self.optimizer = optimizer if is_of_group else replace(optimizer, layout=layout)
+        self.optimizer, self.is_plain = optimizer, True
+        if not isinstance(optimizer, optax.GradientTransformation):
+            self.is_plain, is_of_group = False, optimizer.layout is layout
+            self.optimizer = optimizer if is_of_group else replace(optimizer, layout=layout)
         counted = optim.counted_by(optimizer)
         is_elementwise = getattr(self.optimizer, "is_elementwise", True) and not counted
         # 2. the programs
