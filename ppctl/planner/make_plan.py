@@ -33,6 +33,7 @@ from ppctl.planner.cost.target_devices import Target
 from ppctl.planner.cost.token_budget import TokenBudget, check_tokens, token_budget
 from ppctl.reports.terminal_output import shared_cores_text
 from ppctl.schedule.costs import Costs
+from ppctl.schedule.mesh_axes import RANK_AXES
 from ppctl.training.pipeline.built_in_models import attention_kernels, expert_kernel
 from ppctl.training.pipeline.job import TrainingJob, unit_of_work
 from ppctl.training.pipeline.mfu import mfu, model_flops
@@ -47,6 +48,7 @@ class StagePart:
     num_layers: int
     rank: int
     devices: tuple[int, ...]  # device numbers of its rank; (): a topology that is only predicted
+    place: str  # devices, axes and hardware of its rank; "": ranks are equal
     # seconds; None: unknown. With remat=full, forward_s of the last stage is 0: its backward runs
     # the forward
     forward_s: float | None
@@ -109,6 +111,7 @@ class Prediction:
     mfu_causal_fraction: float | None  # MFU without the FLOPs of attention to later tokens
     memory_bytes: tuple[Mapping[str, int], ...]  # bytes of one device of each rank, by part
     total_bytes: tuple[int, ...]  # bytes of one device of each rank, summed over the parts
+    fullest_rank: int  # the rank with the least room
     is_compiled: bool  # whether memory is the compiled program's (plan.compile), not predicted
     predicted_bytes: tuple[int, ...]  # predicted bytes by rank, as in `ppctl tune` and `train`
     limit_bytes: int | None  # memory of a device
@@ -217,12 +220,24 @@ def _stages(job: TrainingJob, costs: Costs | None) -> dict[str, Any]:
     if not pipe.execution.engine.is_pipelined:
         return {"stages": (), "transfer_s": None}
     stages, is_described = list[StagePart](), job.config.plan.only_predicts_topology
-    numbers = pipe.meshes.device_numbers
+    numbers, places = pipe.meshes.device_numbers, _places(job)
     for s, (layers, rank) in enumerate(pipe.layout.placement.stages):
         devices = () if is_described else numbers[rank]
         seconds = (None if costs is None else costs.seconds(kind, s, 1) for kind in "FBIW")
-        stages.append(StagePart(layers.start, len(layers), rank, devices, *seconds))
+        stages.append(StagePart(layers.start, len(layers), rank, devices, places[rank], *seconds))
     return {"stages": tuple(stages), "transfer_s": None if costs is None else costs.transfer_s}
+
+
+def _places(job: TrainingJob) -> list[str]:
+    """Return the devices, axes and hardware of each rank; "" if ranks are equal."""
+    names, sizes = [each.request.name for each in targets_of(job)], job.pipe.meshes.sizes_by_rank
+    if len({*zip(names, sizes, strict=True)}) == 1:
+        return [""] * len(names)
+    shown = (of.shown(RANK_AXES) for of in sizes)
+    axes = [" ".join(f"{axis}={n}" for axis, n in of.items() if n > 1) for of in shown]
+    hardware = [f" x {name}" * (name != "auto") for name in names]
+    parts = zip(sizes, hardware, axes, strict=True)
+    return [f"{of.num_devices}{name}" + f", {text}" * bool(text) for of, name, text in parts]
 
 
 def _memory(job: TrainingJob, found: PipelinePlan) -> dict[str, Any]:
@@ -247,7 +262,12 @@ def _memory(job: TrainingJob, found: PipelinePlan) -> dict[str, Any]:
     elif limit is None and is_compiled and job.config.plan.topology is not None:
         fits = True
     size_bytes, source, fraction = (None, None, None) if limit is None else limit
+    room = [
+        size if at is None else size - at.size_bytes
+        for size, at in zip(needed, found.limits, strict=True)
+    ]
     return {
+        "fullest_rank": max(range(len(room)), key=room.__getitem__),
         "memory_bytes": memory,
         "total_bytes": needed,
         "is_compiled": is_compiled,

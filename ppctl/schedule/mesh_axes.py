@@ -177,7 +177,9 @@ def axes_text(sizes: Mapping[str, Any]) -> str:
     """
     if sizes.get("ranks"):
         runs = equal_runs(rank_sizes(sizes["ranks"]))
-        each = (f"rank {n}: {axes_text(of.only(RANK_AXES).shown(RANK_AXES))}" for n, of in runs)
+        each = (
+            f"rank{'s' if '-' in n else ''} {n}: {axes_text(of.shown(RANK_AXES))}" for n, of in runs
+        )
         return ", ".join(each)
     return " ".join(f"{name}={size}" for name, size in shown_sizes(sizes).items())
 
