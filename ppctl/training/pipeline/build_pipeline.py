@@ -58,6 +58,7 @@ def pipeline(
     vocab: str = "whole",
     dtype: Any = None,
     clip_norm: float | None = None,
+    ema: float | None = None,
     lr_schedule: optax.Schedule | None = None,
     seed: int = 0,
     layers: int | None = None,
@@ -72,18 +73,17 @@ def pipeline(
         schedule: The name of a family, `ppctl.family(...)`, or a `Schedule`.
         num_microbatches: Microbatches of a step in each replica; needed unless given a `Schedule`.
         batch: {"inputs", "targets"}: a global batch, or its shapes and dtypes.
-        optimizer: An optax optimizer that updates each parameter by itself, layer by layer.
+        optimizer, ema: An optax optimizer of each parameter by itself; decay of `pipe.averaged`.
         executor: spmd | mpmd | reference, or with options, such as `ppctl.spmd(...)`.
         partition: uniform | balanced (by FLOPs) | the number of layers of each stage.
         vocab: whole (embedding on the first stage, head on the last) | parallel (on all ranks).
         dtype: The compute dtype. None: float64 if parameters are, else bfloat16 on accelerators.
-        metrics: Functions by name: (outputs, {"targets"}) -> values [examples, ...], or (values,
-            weights). Steps and evaluations report their means.
+        metrics: By name, (outputs, {"targets"}) -> values [examples, ...], or (values, weights).
         clip_norm, lr_schedule, seed: Limit of the global norm; rates to report; seed of all keys.
         options: Options of the executor (remat, gather, ...) and the schedule (num_chunks=2).
     """
     # 1. the request
-    optimizer = checked_optimizer(optimizer, model, mesh, clip_norm)
+    optimizer = checked_optimizer(optimizer, model, mesh, clip_norm, ema)
     dtype = compute_dtype(dtype, model, default_dtype(AutoHardware(), mesh.devices.flat[0]))
     seed, shapes = whole_number("seed", seed, 0), request.shapes_of(batch)
     execution, knobs = execution_of(executor, mesh, options)
@@ -97,7 +97,7 @@ def pipeline(
     divided, of_rank = request.divided(counting, execution, mesh, shapes)
     layout = Layout(mesh, Placement(layers_of, plan.rank_of), of_rank)
     # 3. the initial state, the engine that runs the steps, and the pipeline
-    on_layers = _on_layers(stack, layout, optim.clipped(optimizer, clip_norm), execution)
+    on_layers = _on_layers(stack, layout, optim.clipped(optimizer, clip_norm), execution, ema)
     start, of_all = optim.first_state(stack, on_layers), optim.state_shapes(stack, on_layers)
     states = States(layout, start, of_all, seed)
     shown = model_of(stack, divided, states, shapes, plan.num_microbatches, execution, dtype)
@@ -143,13 +143,17 @@ def _scheduled(
 
 
 def _on_layers(
-    stack: Stack, layout: Layout, optimizer: optax.GradientTransformation, execution: Execution
+    stack: Stack,
+    layout: Layout,
+    optimizer: optax.GradientTransformation,
+    execution: Execution,
+    ema: float | None,
 ) -> ModelOptimizer:
     """Return the `ModelOptimizer` of the trained parameters. ConfigError if they are divided."""
     params = trained_part(stack.param_shapes, stack.options.trainable)
     if stack.options.network is not None:
-        return network_optimizer(optimizer, stack.options.network.parameters, params, layout)
-    on_layers = LayerOptimizer(optimizer, params, layout, stack.options.updates)
+        return network_optimizer(optimizer, stack.options.network.parameters, params, layout, ema)
+    on_layers = LayerOptimizer(optimizer, params, layout, stack.options.updates, ema)
     over_ranks = ["pp" in shard.axes for shard in layout.of_rank.shards.values()]
     if execution.engine.dispatches_tasks and any(over_ranks) and not on_layers.is_elementwise:
         raise ConfigError(
