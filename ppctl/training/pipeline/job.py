@@ -110,12 +110,13 @@ def stack_for(config: Config, data: DataSet, dtype: jnp.dtype, device: Any) -> S
 
 
 def evaluate(engine: Engine, data: DataSet, num_batches: int, state: Tree) -> float:
-    """Return the mean loss of the first held-out batches.
+    """Return the mean loss of the first held-out batches, by the average if the state has one.
 
     Requires `engine.compile(evaluate=True)`. Batches are weighted by their number of losses,
     which is smaller with prompts or padding. DataError if no batch has a loss.
     """
     batches = data.eval_batches(num_batches, engine.batches.examples)
+    state = engine.averaged(state)
     means = [engine.loss(state, engine.batches.put(batch)) for batch in batches]
     pairs = [(float(loss), float(number)) for loss, number in means]
     total = sum(number for _, number in pairs)
@@ -220,9 +221,9 @@ def assemble(
     data = open_data(config)
     stack = stack_for(config, data, dtype, device)
     of_run = config.run.num_steps, stack, config.run.on_nonfinite
-    optimizer, lr_schedule = make_optimizer(config.optim, *of_run)
+    optimizer, rates = make_optimizer(config.optim, *of_run)
     how = {"executor": _traced_if_profiled(config), "dtype": dtype, "seed": config.run.seed}
-    how |= {"clip_norm": config.optim.clip_norm, "lr_schedule": lr_schedule}
+    how |= {"clip_norm": config.optim.clip_norm, "ema": config.optim.ema, "lr_schedule": rates}
     shapes = batch_shapes(data)
     pipelined = partial(pipeline, stack, mesh=meshes, batch=shapes, optimizer=optimizer, **how)
     # 4. schedules that depend on the model's costs; the pipeline

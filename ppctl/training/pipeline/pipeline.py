@@ -169,7 +169,7 @@ class Pipeline:
             forwards. The latter are missing if vocab=parallel divides the head, because no rank has
             whole outputs (or a custom `DividedStack` has no `outputs`); `evaluate` has them.
         """
-        of_engine, placed = self._state_checks.checked(state), self.put(batch)
+        of_engine, placed = self._state_checks.checked(state, is_donated=True), self.put(batch)
         if "step" not in self._done:
             self.compile()
         found, metrics = self.engine.step(of_engine, placed)
@@ -247,6 +247,17 @@ class Pipeline:
         "layers"}, with layers [L, ...] in model order.
         """
         return of_author(self.stack, self.engine.params(self._state_checks.checked(state)))
+
+    def averaged(self, state: Tree) -> Tree:
+        """Return a state whose parameters are the average of `state`, with `ppctl.pipeline(ema=)`.
+
+        It is for `evaluate`, `predict`, `loss`, `params` and `flax_model`. It has the arrays of
+        `state`, so `step` refuses it. ConfigError if the pipeline has no average.
+        """
+        if self.optimizer.ema is None:
+            raise ConfigError("The pipeline has no average. Use ppctl.pipeline(..., ema=0.999).")
+        checks = self._state_checks
+        return checks.ordered(self.engine.averaged(checks.checked(state)), state)
 
     def flax_model(self, state: Tree) -> Any:
         """Return the model as a Flax module with a state's parameters.

@@ -11,11 +11,11 @@ import optax
 from ppctl.executors.mpmd.dispatch_plan import ProgramId
 from ppctl.executors.mpmd.program_library import ProgramLibrary
 from ppctl.executors.mpmd.rank_programs import with_shared
-from ppctl.executors.outer_layers import is_none
 from ppctl.executors.parameter_layout import gathered, sharded_over
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.layer_reports import counted_part, divided_by, without_counted
 from ppctl.model.stack import divisor, metric_means
+from ppctl.model.trainable_parameters import is_none
 from ppctl.training.pipeline import optimizers as optim
 from ppctl.training.pipeline.engines.rank_states import RankStates
 from ppctl.training.pipeline.engines.step_plans import StepPlans
