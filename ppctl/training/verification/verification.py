@@ -30,6 +30,7 @@ from ppctl.training.verification.verify_pipeline import (
     compare_trees,
     compared,
     in_layers,
+    narrower_dtype,
     rounding_of,
 )
 
@@ -97,7 +98,7 @@ class PlainModel:
             norm = optax.tree.norm(grads)
             clipping = optax.clip_by_global_norm(max_norm)
             grads, _ = clipping.update(grads, clipping.init(grads))
-            least = rounding_of(grads)  # smallest tolerance: gradients may cancel to about 0
+            least = rounding_of(grads, narrower_dtype(self.job.pipe))  # some cancel to about 0
             sizes = jax.tree.map(lambda g: jnp.maximum(tolerance * jnp.abs(g).max(), least), grads)
             grads = jax.tree.map(lambda g, size: g + (shift * size).astype(g.dtype), grads, sizes)
             trained, grads = trained_of(state["params"]), by_layer(grads)
