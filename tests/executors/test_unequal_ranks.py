@@ -11,14 +11,14 @@ from support.selection import full_except
 import ppctl
 from ppctl import config as c
 from ppctl.errors import ConfigError
-from ppctl.executors.mpmd.transfers import pieces_of, recut, row_devices
+from ppctl.executors.mpmd.transfers import pieces_of, recut
 from ppctl.executors.rank_meshes import RankMeshes
 from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.training.pipeline.optimizers import make_optimizer
 
 BATCH, SEQ_LEN, MICROBATCHES, TOLERANCE = 24, 8, 3, 1e-10
 LORA = {"lora": ppctl.Lora(rank=2, alpha=4.0)}
-EXPERTS = {"moe": {"num_experts": 4, "top_k": 2, "load_balance": 0.1, "balance": "bias"}}
+EXPERTS = {"moe": {"num_experts": 4, "top_k": 2, "choice_bias": True, "balance_loss": 0.1}}
 MUON = "muon"
 
 
@@ -144,8 +144,7 @@ def test_rows_are_cut_anew_in_the_order_of_devices(sender, receiver):
     ]
     names = meshes[0].axis_names
     shardings = [jax.NamedSharding(mesh, jax.P(names)) for mesh in meshes]
-    sides = [row_devices(mesh, divides_rows=True) for mesh in meshes]
-    pieces = pieces_of(*sides, rows.size // meshes[0].size)
+    pieces = pieces_of(*meshes, (True, True), rows.size // meshes[0].size)
     there = jax.ShapeDtypeStruct(rows.shape, rows.dtype, sharding=shardings[1])
     (found,) = recut(pieces, there, jax.device_put(rows, shardings[0]))
     assert found.sharding == shardings[1]

@@ -113,7 +113,7 @@ def pipeline(
         shown = model_of(stack, part, replace(states, layout=on), *how)
         request.check_tasks(stack, step, layers_of, shown, execution)
         groups.append(GroupModel(group.ranks, on, shown))
-    request.check_rows(groups)
+    request.check_groups(groups, plan)
     engine = make_engine(groups, states, step, shapes, on_layers, lr_schedule, execution, clip_norm)
     parts = on_layers, dtype, shapes, engine, groups, lr_schedule, few_examples(batch, shapes)
     return Pipeline(stack, *work, states, *parts, metrics or {})

@@ -297,8 +297,18 @@ def partition_for(
     return explicit(num_layers, schedule.num_stages, partition)
 
 
-def check_rows(groups: Sequence[GroupModel]) -> None:
-    """Raise ConfigError if ranks of unequal sizes hold rows that cannot be cut anew."""
+def check_groups(groups: Sequence[GroupModel], schedule: Schedule) -> None:
+    """Raise ConfigError if values cannot move between ranks of unequal sizes."""
+    # 1. gradients of leaves of embedding and head that two ranks share
+    ends = {schedule.rank_of[0], schedule.rank_of[-1]}
+    holders = [group for group in groups if ends & {*group.ranks}]
+    if len(holders) > 1 and jax.process_count() > 1 and any(groups[0].model.outer.shared):
+        raise ConfigError(
+            "Embedding and head share parameters (model.tied), but the first and the last rank "
+            f"have other sizes, and {jax.process_count()} processes cannot move their gradients. "
+            f"Use ends of equal sizes in {setting('mesh.ranks')}, one process, or model.tied=false."
+        )
+    # 2. rows of activations
     rows = {}
     for _, layout_of, model in groups:
         sizes, axes = layout_of.of_rank.sizes, model.axes
