@@ -9,7 +9,6 @@ Available as `ppctl.flax`. Only it, `flax_parts` and `tree_modules` import Flax.
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,12 +17,12 @@ import optax
 from flax import linen, nnx
 
 from ppctl.errors import ConfigError
-from ppctl.model.flax_parts import Function, Part, Traced, takes_train, variables_of
+from ppctl.model.flax_parts import Function, Part, Path, Traced
 from ppctl.model.layer_inputs import attach_loss
 from ppctl.model.network import Network
-from ppctl.model.random_keys import KIND, names_key, without_key
-from ppctl.model.stack import Stack, num_examples
-from ppctl.model.tree_modules import LinenModule, StackModule, module
+from ppctl.model.random_keys import names_key, without_key
+from ppctl.model.stack import Stack, StackOptions, num_examples
+from ppctl.model.tree_modules import LinenModule, StackModule, key_of, module
 
 __all__ = ["StackModule", "module", "network", "next_token_loss", "stack"]
 
@@ -70,41 +69,38 @@ def stack(
         ConfigError: Blocks differ in shapes or share variables; or, when it is traced, a step would
             change variables, such as those of `nnx.BatchNorm`.
     """
-    drawn = _drawing(model, variables)
-    parts = _parts(*drawn(_usual_key()), blocks)
-    if isinstance(model, linen.Module):
-        embed, head, block = map(_of_linen, (embed, head, block))
+    made = _maker(model, variables)
+    parts = Parts.of(made(key_of()), blocks)
     # blocks with equal settings have one function
     alike = [next(part for part in parts.layers if each.equals(part)) for each in parts.layers]
-    functions = {id(part): _function(part, block) for part in alike}
-    of_layers = tuple(functions[id(part)] for part in alike)
-    layer = of_layers[0] if len(functions) == 1 else of_layers
-    embed, outputs = (_function(parts.embed_head, each) for each in (embed, head))
+    functions = {part: _function(part, block) for part in {*alike}}
+    layer = functions[alike[0]] if len(functions) == 1 else tuple(functions[a] for a in alike)
+    embed, outputs = (_function(parts.outer, each) for each in (embed, head))
 
     def initial(key: jax.Array) -> Tree:
-        return _parts(*drawn(key), blocks).params
+        return Parts.of(made(key), blocks).params
 
-    stack = Stack(
+    return Stack(
         parts.num_layers,
         lambda key: initial(key)["embed_head"],
         lambda key, l: jax.tree.map(lambda a: a[l], initial(key)["layers"]),
         *(embed, layer, _with_loss(outputs, loss)),
+        _options(parts, embed, outputs, loss, trainable, tp, initial),
     )
-    return _with_options(stack, parts, outputs, loss, trainable, tp).with_options(initial=initial)
 
 
-def _with_options(
-    stack: Stack, parts: "Parts", outputs: Function, loss: Loss, trainable: Any, tp: str
-) -> Stack:
-    flags = parts.of_each(lambda part: part.flags(trainable))
+def _options(
+    parts: "Parts", embed: Function, outputs: Function, loss: Loss, trainable: Any, tp: str, initial
+) -> StackOptions:
     specs = parts.of_each(lambda part: part.specs(tp))
-    embed, outputs = without_key(stack.embed), without_key(outputs)
-    return stack.with_options(
+    embed, outputs = without_key(embed), without_key(outputs)
+    return StackOptions(
         outputs=outputs,
-        trainable=all(jax.tree.leaves(flags)) or flags,
-        divisors=_divisors(parts.embed_head, lambda w, inputs: outputs(w, embed(w, inputs)), loss),
+        trainable=parts.of_each(lambda part: part.flags(trainable)),
+        divisors=_divisors(parts.outer, lambda w, inputs: outputs(w, embed(w, inputs)), loss),
         sharding=specs if jax.tree.leaves(specs) else None,
-        author_model=lambda params: parts.restored(params["embed_head"], params["layers"]),
+        initial=initial,
+        author_model=parts.restored,
     )
 
 
@@ -127,18 +123,16 @@ def network(
     Raises:
         ConfigError: When it is traced: a step would change variables (see `stack`).
     """
-    drawn, is_linen = _drawing(model, variables), isinstance(model, linen.Module)
-    made, given = drawn(_usual_key())
-    part = Part.of(_as_nnx(made, given))
-    apply = _function(part, _of_linen(call) if is_linen else call, as_trained=True)
-    flags = part.flags(trainable)
+    made = _maker(model, variables)
+    part = Part.of(made(key_of()))
+    apply = _function(part, call, as_trained=True)
     return Network(
-        lambda key: Part.of(_as_nnx(*drawn(key))).params,
+        lambda key: Part.of(made(key)).params,
         apply,
         loss,
-        trainable=all(jax.tree.leaves(flags)) or flags,
+        trainable=part.flags(trainable),
         divisors=_divisors(part, without_key(apply), loss),
-        author_model=partial(_linen_variables, given) if is_linen else part.restored,
+        author_model=lambda params: part.restored(part.by_path(params)),
     )
 
 
@@ -156,56 +150,67 @@ def next_token_loss(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, j
 # --- the parts of a module ----------------------------------------------------------------------
 
 
-def _drawing(model: Any, variables: Any) -> Callable[[jax.Array], tuple[Any, Any]]:
-    """Return the function (key) -> (module, its variables), without variables for NNX."""
+def _maker(model: Any, variables: Any) -> Callable[[jax.Array], nnx.Module]:
+    """Return the function (key) -> the module of NNX."""
     name = model.__name__ if hasattr(model, "__name__") else type(model).__name__
-    if isinstance(model, linen.Module):
-        return lambda key: (model, variables(key) if callable(variables) else variables)
-    if variables is not None:
+    is_linen = isinstance(model, linen.Module)
+    if variables is not None and not is_linen:
         raise ConfigError(f"{name} is an nnx.Module, which holds its variables. Leave them out.")
 
-    def drawn(key: jax.Array) -> tuple[Any, None]:
+    def made(key: jax.Array) -> nnx.Module:
+        if is_linen:
+            given = variables(key) if callable(variables) else variables
+            if isinstance(given, Mapping) and "params" in given:
+                return LinenModule(model, given)
+            use = f"Use {name}().init(key, inputs) as the second argument."
+            raise ConfigError(f"{name} is a flax.linen module, which needs its variables. {use}")
         is_maker = callable(model) and not isinstance(model, nnx.Module)
-        made = model(nnx.Rngs(key)) if is_maker else model
-        if isinstance(made, nnx.Module):
-            return made, None
+        result = model(nnx.Rngs(key)) if is_maker else model
+        if isinstance(result, nnx.Module):
+            return result
         use = "Use an nnx.Module, a function of rngs that makes one, or a flax.linen module."
         raise ConfigError(f"{name} is not a Flax module. {use}")
 
-    return drawn
-
-
-def _usual_key() -> jax.Array:
-    """Return the key that draws the module whose structure counts."""
-    return jax.random.key(0, impl=KIND)
-
-
-def _as_nnx(model: Any, variables: Any) -> nnx.Module:
-    """Return a module of NNX. ConfigError for one of linen without variables."""
-    if not isinstance(model, linen.Module):
-        return model
-    if not isinstance(variables, Mapping) or "params" not in variables:
-        name = type(model).__name__
-        raise ConfigError(
-            f"{name} is a flax.linen module, which needs its variables. Use {name}().init(key, "
-            "inputs) as the second argument."
-        )
-    return LinenModule(model, variables)
-
-
-def _of_linen(function: Function) -> Function:
-    """Return a function of a linen module as one of a `LinenModule`."""
-    if takes_train(function):
-        return lambda module, x, train: module.run(partial(function, train=train), x, draws=train)
-    return lambda module, x: module.run(function, x)
+    return made
 
 
 class Parts(NamedTuple):
-    """Embedding and head, and the blocks."""
+    """Embedding and head, and the blocks, of a module."""
 
-    embed_head: Part
-    layers: list[Part]
-    restored: Callable[[Tree, Tree], Any]  # (embed_head, layers) -> the module with them
+    whole: Part
+    outer: Part  # embedding and head
+    layers: list[Part]  # the blocks; of stacked blocks, one
+    places: list[Path]  # paths of the blocks in the module
+
+    @classmethod
+    def of(cls, model: nnx.Module, blocks: str) -> "Parts":
+        """Return the parts of a module. ConfigError if blocks differ in shapes, or share."""
+        rest = nnx.clone(model)
+        # 1. the blocks; those of linen have the names blocks_0, blocks_1, ...
+        is_linen = isinstance(rest, LinenModule)
+        found = getattr(rest.bound() if is_linen else rest, blocks, None)
+        is_list = isinstance(found, nnx.List | list | tuple)
+        if not (found and is_list) and not isinstance(found, nnx.Module):
+            name = type(model.linen_module if is_linen else model).__name__
+            hint = ", a list that setup() sets" if is_linen else ""
+            raise ConfigError(f"{name} has no modules {blocks}. Name them: blocks=...{hint}.")
+        modules, places = [*found] if is_list else [found], [(blocks,)]
+        if is_linen:
+            modules = [LinenModule(*each.unbind()) for each in found]
+            places = [(f"{blocks}_{l}",) for l in range(len(found))]
+        elif is_list:
+            places = [(blocks, l) for l in range(len(found))]
+        # 2. the rest
+        for name in {place[0] for place in places}:
+            delattr(rest, name)
+        names = ["/".join(map(str, place)) for place in places]
+        _check_owners([rest, *modules], [[], *names])
+        layers = [
+            Part.of(*each, is_stacked=not is_list) for each in zip(modules, names, strict=True)
+        ]
+        for number, part in enumerate(layers[1:], 1):
+            _check_shapes(layers[0], part, blocks, number)
+        return cls(Part.of(model), Part.of(rest), layers, places)
 
     @property
     def params(self) -> Tree:
@@ -213,7 +218,7 @@ class Parts(NamedTuple):
         each = [part.params for part in self.layers]
         is_stacked = self.layers[0].is_stacked
         stacked = each[0] if is_stacked else jax.tree.map(lambda *a: jnp.stack(a), *each)
-        return {"embed_head": self.embed_head.params, "layers": stacked}
+        return {"embed_head": self.outer.params, "layers": stacked}
 
     @property
     def num_layers(self) -> int:
@@ -223,83 +228,37 @@ class Parts(NamedTuple):
 
     def of_each(self, function: Callable[[Part], Tree]) -> Tree:
         """Return function(part) of embedding and head, and of one layer, by their names."""
-        return {"embed_head": function(self.embed_head), "layers": function(self.layers[0])}
+        return {"embed_head": function(self.outer), "layers": function(self.layers[0])}
+
+    def restored(self, params: Tree) -> Any:
+        """Return a new module with the parameters of a stack; of linen: its variables."""
+        values = self.outer.by_path(params["embed_head"])
+        for l, (part, place) in enumerate(zip(self.layers, self.places, strict=True)):
+            layer = part.by_path(params["layers"])
+            values |= {(*place, *p): a if part.is_stacked else a[l] for p, a in layer.items()}
+        return self.whole.restored(values)
 
 
-def _parts(model: Any, variables: Any, blocks: str) -> Parts:
-    is_linen = isinstance(model, linen.Module)
-    parts = _linen_parts(model, variables, blocks) if is_linen else _nnx_parts(model, blocks)
-    for number, part in enumerate(parts.layers[1:], 1):
-        _check_shapes(parts.layers[0].params, part.params, blocks, number)
-    return parts
-
-
-def _nnx_parts(model: nnx.Module, blocks: str) -> Parts:
-    rest = nnx.clone(model)
-    found = getattr(rest, blocks, None)
-    is_list = isinstance(found, nnx.List | list | tuple)
-    if not (found and is_list) and not isinstance(found, nnx.Module):
-        raise ConfigError(f"{type(model).__name__} has no modules {blocks}. Name them: blocks=...")
-    places = [(blocks, i) for i in range(len(found))] if is_list else [(blocks,)]
-    modules = [*found] if is_list else [found]
-    delattr(rest, blocks)
+def _check_owners(parts: list[nnx.Module], names: list[str]) -> None:
+    """Raise ConfigError if two parts share a variable."""
     owners: dict[int, str] = {}
-    for part, place in zip([rest, *modules], [(), *places], strict=True):
-        for number, path in variables_of(part).items():
-            name = "/".join(map(str, (*place, path)))
-            if owners.setdefault(number, name) != name:
+    for part, name in zip(parts, names, strict=True):
+        for path, each in nnx.iter_graph(part):
+            if not isinstance(each, nnx.Variable) or isinstance(each, nnx.RngState):
+                continue
+            path = "/".join(map(str, (*filter(None, [name]), *path)))
+            if owners.setdefault(id(each), path) != path:
                 raise ConfigError(
-                    f"{owners[number]} and {name} are the same variable, but blocks may be on "
+                    f"{owners[id(each)]} and {path} are the same variable, but blocks may be on "
                     "different devices. Make separate variables; only embedding and head may share."
                 )
-    names = ["/".join(map(str, place)) for place in places]
-    layers = [Part.of(*each, is_stacked=not is_list) for each in zip(modules, names, strict=True)]
-    outer, whole = Part.of(rest), Part.of(model)
-
-    def restored(embed_head: Tree, params: Tree) -> nnx.Module:
-        values = outer.by_path(embed_head)
-        for number, (part, place) in enumerate(zip(layers, places, strict=True)):
-            own = jax.tree.map(lambda a, l=number: a[l], params) if is_list else params
-            values |= {(*place, *path): a for path, a in part.by_path(own).items()}
-        return whole.with_values(values)
-
-    return Parts(outer, layers, restored)
 
 
-def _linen_parts(model: linen.Module, variables: Any, blocks: str) -> Parts:
-    """Return the parts of a linen module, whose parameters are blocks_0, blocks_1, ..."""
-    params = _as_nnx(model, variables) and variables["params"]
-    names = [f"{blocks}_{l}" for l in range(len(params)) if f"{blocks}_{l}" in params]
-    if not names:
-        raise ConfigError(
-            f"{type(model).__name__} has no parameters {blocks}_0, {blocks}_1, ...: its setup() "
-            f"must set self.{blocks} to a list of modules. Name it: blocks=..."
-        )
-    found = [each.unbind() for each in getattr(model.bind(variables), blocks)]
-    layers = [Part.of(LinenModule(*each), name) for each, name in zip(found, names, strict=True)]
-    rest = {name: tree for name, tree in params.items() if name not in names}
-    outer = Part.of(LinenModule(model, {**variables, "params": rest}))
-
-    def restored(embed_head: Tree, params: Tree) -> Tree:
-        each = {name: jax.tree.map(lambda a, l=l: a[l], params) for l, name in enumerate(names)}
-        return _linen_variables(variables, embed_head | each)
-
-    return Parts(outer, layers, restored)
-
-
-def _linen_variables(variables: Any, params: Tree) -> Tree:
-    """Return variables of a linen module with other parameters."""
-    return {**variables, "params": {name: params[name] for name in variables["params"]}}
-
-
-def _check_shapes(first: Tree, other: Tree, blocks: str, number: int) -> None:
+def _check_shapes(first: Part, other: Part, blocks: str, number: int) -> None:
     """Raise ConfigError if two blocks have parameters of other names, shapes or dtypes."""
     shapes = [
-        {
-            jax.tree_util.keystr(path, simple=True, separator="/"): f"{a.dtype}{list(a.shape)}"
-            for path, a in jax.tree.leaves_with_path(params)
-        }
-        for params in (first, other)
+        {"/".join(map(str, p)): f"{a.dtype}{list(a.shape)}" for p, a in part.trees.items()}
+        for part in (first, other)
     ]
     for name in sorted({*shapes[0], *shapes[1]}):
         wanted, found = (each.get(name, "missing") for each in shapes)
@@ -320,8 +279,10 @@ def _function(part: Part, function: Function, *, as_trained: bool = False) -> Ca
     as_trained: evaluations have the same arrays as training, which may compute by example.
     """
     known: dict[Any, Traced] = {}
+    has_modes = part.has_modes(function)
 
-    def run(params: Tree, x: Any, key: jax.Array | None, *, is_training: bool) -> Any:
+    def run(params: Tree, x: Any, key: jax.Array | None = None) -> Any:
+        is_training = key is not None or not has_modes
         # 1. the whole batch, if no random numbers and no losses depend on the example
         shapes = jax.tree.map(lambda a: (a.shape[1:], a.dtype), x)
         which = is_training or as_trained, str(shapes), jax.tree.structure(x)
@@ -341,27 +302,16 @@ def _function(part: Part, function: Function, *, as_trained: bool = False) -> Ca
             result = attach_loss(result, sown[name].sum(), name=name)
         return result
 
-    def plain(params: Tree, x: Any) -> Any:
-        return run(params, x, None, is_training=True)
-
-    def with_key(params: Tree, x: Any, key: jax.Array | None = None) -> Any:
-        return run(params, x, key, is_training=key is not None)
-
-    return with_key if part.has_modes(function) else plain
+    return run if has_modes else without_key(run)
 
 
 def _with_loss(outputs: Callable[..., Any], loss: Loss) -> Callable[..., Any]:
     """Return the head of a stack, with a parameter `key` if `outputs` has one."""
 
-    def plain(w: Tree, x: jax.Array, targets: Any) -> tuple[jax.Array, jax.Array]:
-        return loss(outputs(w, x), targets)
+    def head(w: Tree, x: jax.Array, targets: Any, key: jax.Array | None = None) -> Any:
+        return loss(outputs(w, x, key) if names_key(outputs) else outputs(w, x), targets)
 
-    def with_key(
-        w: Tree, x: jax.Array, targets: Any, key: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
-        return loss(outputs(w, x, key), targets)
-
-    return with_key if names_key(outputs) else plain
+    return head if names_key(outputs) else without_key(head)
 
 
 def _divisors(
