@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from flax import linen, nnx
+from flax import linen, nnx, traverse_util
 
 from ppctl.errors import ConfigError
-from ppctl.model.flax_parts import Function, Part, Path, Traced
+from ppctl.model.flax_parts import Function, Part, Path
 from ppctl.model.layer_inputs import attach_loss
 from ppctl.model.network import Network
 from ppctl.model.random_keys import names_key, without_key
@@ -132,7 +132,7 @@ def network(
         loss,
         trainable=part.flags(trainable),
         divisors=_divisors(part, without_key(apply), loss),
-        author_model=lambda params: part.restored(part.by_path(params)),
+        author_model=part.restored,
     )
 
 
@@ -188,7 +188,7 @@ class Parts(NamedTuple):
         rest = nnx.clone(model)
         # 1. the blocks; those of linen have the names blocks_0, blocks_1, ...
         is_linen = isinstance(rest, LinenModule)
-        found = getattr(rest.bound() if is_linen else rest, blocks, None)
+        found = getattr(rest.linen_module.bind(rest.variables) if is_linen else rest, blocks, None)
         is_list = isinstance(found, nnx.List | list | tuple)
         if not (found and is_list) and not isinstance(found, nnx.Module):
             name = type(model.linen_module if is_linen else model).__name__
@@ -232,11 +232,11 @@ class Parts(NamedTuple):
 
     def restored(self, params: Tree) -> Any:
         """Return a new module with the parameters of a stack; of linen: its variables."""
-        values = self.outer.by_path(params["embed_head"])
-        for l, (part, place) in enumerate(zip(self.layers, self.places, strict=True)):
-            layer = part.by_path(params["layers"])
-            values |= {(*place, *p): a if part.is_stacked else a[l] for p, a in layer.items()}
-        return self.whole.restored(values)
+        layers = {tuple(map(str, place)): params["layers"] for place in self.places}
+        if not self.layers[0].is_stacked:
+            for l, place in enumerate(layers):
+                layers[place] = jax.tree.map(lambda a, l=l: a[l], params["layers"])
+        return self.whole.restored(params["embed_head"] | traverse_util.unflatten_dict(layers))
 
 
 def _check_owners(parts: list[nnx.Module], names: list[str]) -> None:
@@ -278,7 +278,7 @@ def _function(part: Part, function: Function, *, as_trained: bool = False) -> Ca
 
     as_trained: evaluations have the same arrays as training, which may compute by example.
     """
-    known: dict[Any, Traced] = {}
+    known: dict[Any, tuple[bool, tuple[str, ...]]] = {}
     has_modes = part.has_modes(function)
 
     def run(params: Tree, x: Any, key: jax.Array | None = None) -> Any:
@@ -288,17 +288,18 @@ def _function(part: Part, function: Function, *, as_trained: bool = False) -> Ca
         which = is_training or as_trained, str(shapes), jax.tree.structure(x)
         if which not in known:
             known[which] = part.traced(function, params, x, is_training=which[0])
-        if not (known[which].losses or known[which].draws):
-            return part.call(function, params, x, None, is_training=is_training)[0]
+        draws, losses = known[which]
+        if not (losses or draws):
+            return part.call(function, part.values(params), x, is_training=is_training)[0]
 
         # 2. each example by itself
         def of_one(x: Any, key: jax.Array | None) -> tuple[Any, dict[str, jax.Array]]:
-            alone = jax.tree.map(lambda a: a[None], x)
-            result, sown = part.call(function, params, alone, key, is_training=is_training)
+            values, alone = part.values(params, key), jax.tree.map(lambda a: a[None], x)
+            result, sown, _ = part.call(function, values, alone, is_training=is_training)
             return jax.tree.map(lambda a: a[0], result), sown
 
         result, sown = jax.vmap(of_one, in_axes=(0, None if key is None else 0))(x, key)
-        for name in known[which].losses:
+        for name in losses:
             result = attach_loss(result, sown[name].sum(), name=name)
         return result
 

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,13 +30,6 @@ MODES = {"deterministic", "use_running_average"}  # attributes that train() and 
 OWN = {"_pytree__nodes", "_pytree__state"}  # attributes of NNX itself
 OF_LINEN = {"parent", "name"}  # fields of every linen module
 MOST_DRAWS = 2**16  # largest number of draws from a stream in a call
-
-
-class Traced(NamedTuple):
-    """Draws and sown losses of a call."""
-
-    draws: bool  # whether it draws random numbers
-    losses: tuple[str, ...]  # names of the losses that it sows
 
 
 def takes_train(function: Function) -> bool:
@@ -77,7 +70,7 @@ class Part:
     def params(self) -> Tree:
         return self.of_each(lambda _, each: jnp.asarray(each[...]))
 
-    def by_path(self, params: Tree) -> dict[Path, jax.Array]:
+    def _by_path(self, params: Tree) -> dict[Path, jax.Array]:
         """Return parameters by path."""
         flat = traverse_util.flatten_dict(params)
         return {path: flat[tuple(map(str, path))] for path in self.trees}
@@ -93,8 +86,8 @@ class Part:
 
         def spec(_: Path, each: nnx.Variable) -> P | None:
             names = each.get_metadata("out_sharding", None) or ()
-            names = names[int(self.is_stacked) :]
-            dims = ["tp" if name in (axis, (axis,)) else None for name in names]
+            first = max(0, len(names) - each.ndim + self.is_stacked)  # after the axis of layers
+            dims = ["tp" if name in (axis, (axis,)) else None for name in names[first:]]
             return P(*dims) if "tp" in dims else None
 
         return self.of_each(spec)
@@ -108,21 +101,21 @@ class Part:
         streams = any(isinstance(each, nnx.RngState) for each in self.state.values())
         return streams or bool(names & MODES) or takes_train(function)
 
-    def call(
-        self, function: Function, params: Tree, x: Tree, key: jax.Array | None, *, is_training: bool
-    ) -> tuple[Any, dict[str, jax.Array]]:
-        """Return (function(module, x), the sown losses). key: of its random numbers, if any."""
-        return self._called(function, self._values(params, key), x, is_training)[:2]
+    def traced(
+        self, function: Function, params: Tree, x: Tree, *, is_training: bool
+    ) -> tuple[bool, tuple[str, ...]]:
+        """Return whether a call of one example draws, and the names of its sown losses.
 
-    def traced(self, function: Function, params: Tree, x: Tree, *, is_training: bool) -> Traced:
-        """Trace a call of one example. ConfigError if it changes variables."""
-        leaves, one = [*self._values(params, key_of()).values()], shapes_like(x, 1, first=1)
+        ConfigError if it changes variables.
+        """
+        leaves = [*self.values(params).values()]
 
         def run(leaves: list[Any], x: Tree) -> tuple[dict[str, jax.Array], list[Any]]:
             values = dict(zip(self.state, leaves, strict=True))
-            return self._called(function, values, x, is_training)[1:]
+            return self.call(function, values, x, is_training=is_training)[1:]
 
-        program, (sown, _) = jax.make_jaxpr(run, return_shape=True)(leaves, one)
+        tracing = jax.make_jaxpr(run, return_shape=True)
+        program, (sown, _) = tracing(leaves, shapes_like(x, 1, first=1))
         jaxpr, number = program.jaxpr, len(leaves)
         ends = zip(jaxpr.invars[:number], jaxpr.outvars[-number:], strict=True)
         kept = [_passes(jaxpr, before, after) for before, after in ends]
@@ -135,12 +128,12 @@ class Part:
                     "only parameters. Use LayerNorm or GroupNorm, or batch norm with "
                     "use_running_average=True."
                 )
-        return Traced(bool(changed), tuple(sown))
+        return bool(changed), tuple(sown)
 
-    def _called(
-        self, function: Function, values: Mapping[Path, Any], x: Tree, is_training: bool
+    def call(
+        self, function: Function, values: Mapping[Path, Any], x: Tree, *, is_training: bool
     ) -> tuple[Any, dict[str, jax.Array], list[Any]]:
-        """Return (function(module, x), sown losses, values afterwards)."""
+        """Return (function(module, x), sown losses, values afterwards), given `values`."""
         module, takes = self._with_values(values), takes_train(function)
         if is_training:  # batch norms stay as their author set them
             module.set_attributes(deterministic=False, raise_if_not_found=False)
@@ -155,17 +148,16 @@ class Part:
 
         kinds = (nnx.Intermediate, nnx.variable_type_from_name(LOSSES, allow_register=True))
         result, *sown = nnx.capture(run, *kinds)(module, x)
-        after = dict(nnx.to_flat_state(nnx.state(module)))
-        losses = sown_scalars([nnx.to_pure_dict(each) for each in sown])
-        return result, losses, [_raw(after[path]) for path in self.state]
+        after = dict(nnx.to_flat_state(nnx.as_pure(nnx.state(module))))
+        return result, sown_scalars(nnx.as_pure(sown)), [after[path] for path in self.state]
 
-    def _values(self, params: Tree, key: jax.Array | None) -> dict[Path, Any]:
+    def values(self, params: Tree, key: jax.Array | None = None) -> dict[Path, Any]:
         """Return the values of `state` for one call: parameters, streams of `key`, constants.
 
         All streams have the key, and each starts to count at another number: so that a layer of a
         network computes the keys of its draws by itself.
         """
-        values, arrays = {}, self.by_path(params)
+        values, arrays = {}, self._by_path(params)
         for number, (path, leaf) in enumerate(self.state.items()):
             if isinstance(leaf, nnx.RngCount):
                 values[path] = jnp.uint32(number * MOST_DRAWS)
@@ -176,7 +168,7 @@ class Part:
         return values
 
     def _constant(self, leaf: Any) -> np.ndarray:
-        value = _array(leaf)
+        value = np.asarray(nnx.as_pure(leaf))
         if self.is_stacked and not np.array_equal(value, np.broadcast_to(value[:1], value.shape)):
             raise ConfigError(
                 f"{self.where} has a {type(leaf).__name__} of {value.dtype} that differs between "
@@ -184,32 +176,26 @@ class Part:
             )
         return value[0] if self.is_stacked else value
 
-    def restored(self, values: Mapping[Path, Any]) -> Any:
+    def restored(self, params: Tree) -> Any:
         """Return a new module with these parameters; of linen: its variables."""
-        cast = {p: jnp.asarray(values[p], a.dtype) for p, a in self.trees.items() if p in values}
-        module = self._with_values(cast)
+        arrays = self._by_path(params)
+        module = self._with_values(
+            {p: jnp.asarray(a, self.state[p].dtype) for p, a in arrays.items()}
+        )
         return module.variables if isinstance(module, LinenModule) else module
 
     def _with_values(self, values: Mapping[Path, Any]) -> nnx.Module:
         """Return a new module with other values of some variables."""
         state = dict(self.state)
         for path, value in values.items():
-            is_variable = isinstance(state[path], nnx.Variable)
-            state[path] = state[path].copy(value) if is_variable else value
+            leaf = state[path]
+            state[path] = leaf.copy(value) if isinstance(leaf, nnx.Variable) else value
         return nnx.merge(self.graphdef, nnx.from_flat_state(state), copy=True)
 
 
 def _is_parameter(leaf: Any) -> bool:
     is_variable = isinstance(leaf, nnx.Variable) and not isinstance(leaf, nnx.RngState)
     return is_variable and jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
-def _array(leaf: Any) -> np.ndarray:
-    return np.asarray(leaf[...] if isinstance(leaf, nnx.Variable) else leaf)
-
-
-def _raw(leaf: Any) -> Any:
-    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
 def _passes(jaxpr: Any, source: Any, out: Any) -> bool:
@@ -233,8 +219,8 @@ def _equal(a: Any, b: Any) -> bool:
         return True
     if type(a) is not type(b):
         return False
-    if isinstance(a, nnx.Variable):
-        return np.array_equal(_array(a), _array(b))
+    if isinstance(a, nnx.Variable | jax.Array | np.ndarray):
+        return np.array_equal(nnx.as_pure(a), nnx.as_pure(b))
     if isinstance(a, nnx.Pytree):
         return True  # `settings` holds its contents, at other paths
     if isinstance(a, linen.Module):
@@ -249,7 +235,4 @@ def _equal(a: Any, b: Any) -> bool:
     if code := getattr(a, "__code__", None):
         cells = [[cell.cell_contents for cell in each.__closure__ or ()] for each in (a, b)]
         return code == b.__code__ and _equal(*cells) and _equal(a.__defaults__, b.__defaults__)
-    try:
-        return bool(a == b)
-    except ValueError:  # the comparison of arrays is an array
-        return bool(np.array_equal(a, b))
+    return bool(a == b)

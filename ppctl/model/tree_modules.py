@@ -42,23 +42,23 @@ class TreeModule(nnx.Module):
                     f"{name} is a parameter, and an attribute of ppctl's {type(self).__name__}. "
                     "Rename the parameter."
                 )
-            is_box = lambda a: isinstance(a, linen.Partitioned)  # noqa: E731
-            setattr(self, name, nnx.data(jax.tree.map(_param, tree, is_leaf=is_box)))
+            setattr(self, name, nnx.data(jax.tree.map(_param, tree, is_leaf=_is_box)))
 
     @property
     def params(self) -> Tree:
         """The parameters as arrays."""
-        return _values({name: vars(self)[name] for name in self.param_names if name in vars(self)})
+        names = (name for name in self.param_names if name in vars(self))
+        return nnx.as_pure({name: getattr(self, name) for name in names})
+
+
+def _is_box(leaf: Any) -> bool:
+    return isinstance(leaf, linen.Partitioned)
 
 
 def _param(leaf: Any) -> nnx.Param:
-    if isinstance(leaf, linen.Partitioned):
+    if _is_box(leaf):
         return nnx.Param(jnp.asarray(leaf.value), out_sharding=leaf.names)
     return nnx.Param(jnp.asarray(leaf))
-
-
-def _values(tree: Tree) -> Tree:
-    return jax.tree.map(lambda a: a[...], tree, is_leaf=lambda a: isinstance(a, nnx.Variable))
 
 
 # --- a stack ------------------------------------------------------------------------------------
@@ -91,14 +91,12 @@ class StackModule(nnx.Module):
     def __init__(self, stack: Stack, params: Tree):
         if stack.options.outputs is None:
             raise ConfigError("The Stack has no outputs, only a loss. Give it outputs=...")
-        layers = stack.layer if isinstance(stack.layer, tuple) else (stack.layer,)
         self.outer = StackPart(params["embed_head"], (stack.embed, stack.options.outputs), 0)
-        each = [
-            jax.tree.map(lambda a, l=l: a[l], params["layers"]) for l in range(stack.num_layers)
-        ]
-        self.blocks = nnx.List(
-            StackPart(own, (layers[l % len(layers)],), 1 + l) for l, own in enumerate(each)
-        )
+        self.blocks = nnx.List()
+        for l in range(stack.num_layers):
+            function = stack.functions[l % len(stack.functions)]
+            layer = jax.tree.map(lambda a, l=l: a[l], params["layers"])
+            self.blocks.append(StackPart(layer, (function,), 1 + l))
 
     def embed(self, inputs: Any) -> jax.Array:
         """Return x, the input of the first block, [batch, ...]."""
@@ -143,10 +141,7 @@ class LinenModule(TreeModule):
     @property
     def variables(self) -> Tree:
         """The variables as arrays, without sown losses."""
-        return {"params": self.params} | _values(self.linen_variables)
-
-    def bound(self) -> linen.Module:
-        return self.linen_module.bind(self.variables)
+        return {"params": self.params} | nnx.as_pure(self.linen_variables)
 
     def run(self, function: Callable[..., Any], x: Any, *, draws: bool) -> Any:
         """Return function(module, x); draws: whether it has random numbers."""
