@@ -9,6 +9,8 @@ Available as `ppctl.flax`. Only it, `flax_parts` and `tree_modules` import Flax.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import jax
@@ -17,11 +19,11 @@ import optax
 from flax import linen, nnx, traverse_util
 
 from ppctl.errors import ConfigError
-from ppctl.model.flax_parts import Function, Part, Path
+from ppctl.model.flax_parts import Function, Part, Traced, are_equal, is_value
 from ppctl.model.layer_inputs import attach_loss
 from ppctl.model.network import Network
 from ppctl.model.random_keys import names_key, without_key
-from ppctl.model.stack import Stack, StackOptions, num_examples
+from ppctl.model.stack import Stack, StackOptions, num_examples, shapes_like
 from ppctl.model.tree_modules import LinenModule, StackModule, key_of, module
 
 __all__ = ["StackModule", "module", "network", "next_token_loss", "stack"]
@@ -69,37 +71,39 @@ def stack(
         ConfigError: Blocks differ in shapes or share variables; or, when it is traced, a step would
             change variables, such as those of `nnx.BatchNorm`.
     """
-    made = _maker(model, variables)
+    made = partial(_made, model, variables)
     parts = Parts.of(made(key_of()), blocks)
     # blocks with equal settings have one function
-    alike = [next(part for part in parts.layers if each.equals(part)) for each in parts.layers]
+    layers = [*parts.layers.values()]
+    alike = [next(a for a in layers if are_equal(a.settings, each.settings)) for each in layers]
     functions = {part: _function(part, block) for part in {*alike}}
     layer = functions[alike[0]] if len(functions) == 1 else tuple(functions[a] for a in alike)
-    embed, outputs = (_function(parts.outer, each) for each in (embed, head))
+    embed, outputs = (_function(parts.embed_head, each) for each in (embed, head))
 
     def initial(key: jax.Array) -> Tree:
         return Parts.of(made(key), blocks).params
 
-    return Stack(
+    stack = Stack(
         parts.num_layers,
         lambda key: initial(key)["embed_head"],
         lambda key, l: jax.tree.map(lambda a: a[l], initial(key)["layers"]),
         *(embed, layer, _with_loss(outputs, loss)),
-        _options(parts, embed, outputs, loss, trainable, tp, initial),
+        _options(parts, embed, outputs, loss, trainable, tp),
     )
+    return stack.with_options(initial=initial)
 
 
 def _options(
-    parts: "Parts", embed: Function, outputs: Function, loss: Loss, trainable: Any, tp: str, initial
+    parts: "Parts", embed: Function, outputs: Function, loss: Loss, trainable: Any, tp: str
 ) -> StackOptions:
-    specs = parts.of_each(lambda part: part.specs(tp))
     embed, outputs = without_key(embed), without_key(outputs)
+    outer = parts.embed_head
+    specs = {"embed_head": outer.specs(tp), "layers": parts.first.specs(tp)}
     return StackOptions(
         outputs=outputs,
-        trainable=parts.of_each(lambda part: part.flags(trainable)),
-        divisors=_divisors(parts.outer, lambda w, inputs: outputs(w, embed(w, inputs)), loss),
+        trainable={"embed_head": outer.flags(trainable), "layers": parts.first.flags(trainable)},
+        divisors=partial(_divisors, outer, (embed, outputs), loss),
         sharding=specs if jax.tree.leaves(specs) else None,
-        initial=initial,
         author_model=parts.restored,
     )
 
@@ -123,7 +127,7 @@ def network(
     Raises:
         ConfigError: When it is traced: a step would change variables (see `stack`).
     """
-    made = _maker(model, variables)
+    made = partial(_made, model, variables)
     part = Part.of(made(key_of()))
     apply = _function(part, call, as_trained=True)
     return Network(
@@ -131,7 +135,7 @@ def network(
         apply,
         loss,
         trainable=part.flags(trainable),
-        divisors=_divisors(part, without_key(apply), loss),
+        divisors=partial(_divisors, part, (without_key(apply),), loss),
         author_model=part.restored,
     )
 
@@ -150,122 +154,112 @@ def next_token_loss(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, j
 # --- the parts of a module ----------------------------------------------------------------------
 
 
-def _maker(model: Any, variables: Any) -> Callable[[jax.Array], nnx.Module]:
-    """Return the function (key) -> the module of NNX."""
+def _made(model: Any, variables: Any, key: jax.Array) -> nnx.Module:
+    """Return a module of NNX; key: draws its variables if they are not given."""
     name = model.__name__ if hasattr(model, "__name__") else type(model).__name__
-    is_linen = isinstance(model, linen.Module)
-    if variables is not None and not is_linen:
+    if isinstance(model, linen.Module):
+        given = variables(key) if callable(variables) else variables
+        if isinstance(given, Mapping) and "params" in given:
+            return LinenModule(model, given)
+        use = f"Use {name}().init(key, inputs) as the second argument."
+        raise ConfigError(f"{name} is a flax.linen module, which needs its variables. {use}")
+    if variables is not None:
         raise ConfigError(f"{name} is an nnx.Module, which holds its variables. Leave them out.")
-
-    def made(key: jax.Array) -> nnx.Module:
-        if is_linen:
-            given = variables(key) if callable(variables) else variables
-            if isinstance(given, Mapping) and "params" in given:
-                return LinenModule(model, given)
-            use = f"Use {name}().init(key, inputs) as the second argument."
-            raise ConfigError(f"{name} is a flax.linen module, which needs its variables. {use}")
-        is_maker = callable(model) and not isinstance(model, nnx.Module)
-        result = model(nnx.Rngs(key)) if is_maker else model
-        if isinstance(result, nnx.Module):
-            return result
-        use = "Use an nnx.Module, a function of rngs that makes one, or a flax.linen module."
-        raise ConfigError(f"{name} is not a Flax module. {use}")
-
-    return made
+    is_maker = callable(model) and not isinstance(model, nnx.Module)
+    made = model(nnx.Rngs(key)) if is_maker else model
+    if isinstance(made, nnx.Module):
+        return made
+    use = "Use an nnx.Module, a function of rngs that makes one, or a flax.linen module."
+    raise ConfigError(f"{name} is not a Flax module. {use}")
 
 
 class Parts(NamedTuple):
     """Embedding and head, and the blocks, of a module."""
 
     whole: Part
-    outer: Part  # embedding and head
-    layers: list[Part]  # the blocks; of stacked blocks, one
-    places: list[Path]  # paths of the blocks in the module
+    embed_head: Part
+    layers: dict[str, Part]  # the blocks by their paths; of stacked blocks, one
 
     @classmethod
     def of(cls, model: nnx.Module, blocks: str) -> "Parts":
         """Return the parts of a module. ConfigError if blocks differ in shapes, or share."""
         rest = nnx.clone(model)
-        # 1. the blocks; those of linen have the names blocks_0, blocks_1, ...
-        is_linen = isinstance(rest, LinenModule)
-        found = getattr(rest.linen_module.bind(rest.variables) if is_linen else rest, blocks, None)
-        is_list = isinstance(found, nnx.List | list | tuple)
-        if not (found and is_list) and not isinstance(found, nnx.Module):
-            name = type(model.linen_module if is_linen else model).__name__
-            hint = ", a list that setup() sets" if is_linen else ""
-            raise ConfigError(f"{name} has no modules {blocks}. Name them: blocks=...{hint}.")
-        modules, places = [*found] if is_list else [found], [(blocks,)]
-        if is_linen:
-            modules = [LinenModule(*each.unbind()) for each in found]
-            places = [(f"{blocks}_{l}",) for l in range(len(found))]
-        elif is_list:
-            places = [(blocks, l) for l in range(len(found))]
-        # 2. the rest
-        for name in {place[0] for place in places}:
+        modules = _blocks(rest, blocks)
+        for name in {path.split("/")[0] for path in modules}:
             delattr(rest, name)
-        names = ["/".join(map(str, place)) for place in places]
-        _check_owners([rest, *modules], [[], *names])
-        layers = [
-            Part.of(*each, is_stacked=not is_list) for each in zip(modules, names, strict=True)
-        ]
-        for number, part in enumerate(layers[1:], 1):
-            _check_shapes(layers[0], part, blocks, number)
-        return cls(Part.of(model), Part.of(rest), layers, places)
+        _check_owners({"": rest} | modules)
+        layers = {p: Part.of(each, p, is_stacked=p == blocks) for p, each in modules.items()}
+        _check_shapes(layers)
+        return cls(Part.of(model), Part.of(rest), layers)
+
+    @property
+    def first(self) -> Part:
+        """The first block, or the stacked blocks."""
+        return next(iter(self.layers.values()))
 
     @property
     def params(self) -> Tree:
         """The parameters in the form of a stack."""
-        each = [part.params for part in self.layers]
-        is_stacked = self.layers[0].is_stacked
-        stacked = each[0] if is_stacked else jax.tree.map(lambda *a: jnp.stack(a), *each)
-        return {"embed_head": self.outer.params, "layers": stacked}
+        each = [part.params for part in self.layers.values()]
+        stacked = each[0] if self.first.is_stacked else jax.tree.map(lambda *a: jnp.stack(a), *each)
+        return {"embed_head": self.embed_head.params, "layers": stacked}
 
     @property
     def num_layers(self) -> int:
         """The number of blocks."""
-        first = self.layers[0]
-        return len(jax.tree.leaves(first.params)[0]) if first.is_stacked else len(self.layers)
-
-    def of_each(self, function: Callable[[Part], Tree]) -> Tree:
-        """Return function(part) of embedding and head, and of one layer, by their names."""
-        return {"embed_head": function(self.outer), "layers": function(self.layers[0])}
+        leaves = jax.tree.leaves(self.first.params)
+        return len(leaves[0]) if self.first.is_stacked else len(self.layers)
 
     def restored(self, params: Tree) -> Any:
         """Return a new module with the parameters of a stack; of linen: its variables."""
-        layers = {tuple(map(str, place)): params["layers"] for place in self.places}
-        if not self.layers[0].is_stacked:
-            for l, place in enumerate(layers):
-                layers[place] = jax.tree.map(lambda a, l=l: a[l], params["layers"])
-        return self.whole.restored(params["embed_head"] | traverse_util.unflatten_dict(layers))
+        layers = dict.fromkeys(self.layers, params["layers"])
+        if not self.first.is_stacked:
+            for l, path in enumerate(layers):
+                layers[path] = jax.tree.map(lambda a, l=l: a[l], params["layers"])
+        tree = traverse_util.unflatten_dict(layers, sep="/")
+        return self.whole.restored(params["embed_head"] | tree)
 
 
-def _check_owners(parts: list[nnx.Module], names: list[str]) -> None:
-    """Raise ConfigError if two parts share a variable."""
+def _blocks(model: nnx.Module, blocks: str) -> dict[str, nnx.Module]:
+    """Return the blocks by their paths, blocks/0 or blocks_0 of linen; stacked blocks as one."""
+    owner = model.linen_module.bind(model.variables) if isinstance(model, LinenModule) else model
+    found = getattr(owner, blocks, None)
+    if found and isinstance(found, nnx.List | list | tuple):
+        if owner is model:
+            return {f"{blocks}/{l}": each for l, each in enumerate(found)}
+        return {f"{blocks}_{l}": LinenModule(*each.unbind()) for l, each in enumerate(found)}
+    if isinstance(found, nnx.Module) and not isinstance(found, nnx.List):
+        return {blocks: found}
+    use = "Name them: blocks=..., a list; of flax.linen one that setup() sets."
+    raise ConfigError(f"{type(owner).__name__} has no modules {blocks}. {use}")
+
+
+def _check_owners(parts: dict[str, nnx.Module]) -> None:
+    """Raise ConfigError if two parts, by their paths, share a variable."""
     owners: dict[int, str] = {}
-    for part, name in zip(parts, names, strict=True):
+    for place, part in parts.items():
         for path, each in nnx.iter_graph(part):
-            if not isinstance(each, nnx.Variable) or isinstance(each, nnx.RngState):
-                continue
-            path = "/".join(map(str, (*filter(None, [name]), *path)))
-            if owners.setdefault(id(each), path) != path:
+            name = "/".join(map(str, (place, *path))).lstrip("/")
+            if is_value(each) and owners.setdefault(id(each), name) != name:
                 raise ConfigError(
-                    f"{owners[id(each)]} and {path} are the same variable, but blocks may be on "
+                    f"{owners[id(each)]} and {name} are the same variable, but blocks may be on "
                     "different devices. Make separate variables; only embedding and head may share."
                 )
 
 
-def _check_shapes(first: Part, other: Part, blocks: str, number: int) -> None:
-    """Raise ConfigError if two blocks have parameters of other names, shapes or dtypes."""
-    shapes = [
-        {"/".join(map(str, p)): f"{a.dtype}{list(a.shape)}" for p, a in part.trees.items()}
-        for part in (first, other)
-    ]
-    for name in sorted({*shapes[0], *shapes[1]}):
-        wanted, found = (each.get(name, "missing") for each in shapes)
+def _check_shapes(layers: dict[str, Part]) -> None:
+    """Raise ConfigError if blocks have parameters of different names, shapes or dtypes."""
+    shapes = {
+        place: {"/".join(map(str, p)): f"{a.dtype}{list(a.shape)}" for p, a in part.trees.items()}
+        for place, part in layers.items()
+    }
+    first, *others = shapes
+    for name, other in product(sorted(set().union(*shapes.values())), others):
+        wanted, found = (shapes[each].get(name, "missing") for each in (first, other))
         if found != wanted:
             raise ConfigError(
-                f"{name} is {wanted} in {blocks}/0, but {found} in {blocks}/{number}: blocks of a "
-                "stack have equal shapes. Use ppctl.flax.network(model, loss=...), with "
+                f"{name} is {wanted} in {first}, but {found} in {other}: blocks of a stack have "
+                "equal shapes. Use ppctl.flax.network(model, loss=...), with "
                 "ppctl.stage_boundary(x) between the blocks."
             )
 
@@ -278,16 +272,16 @@ def _function(part: Part, function: Function, *, as_trained: bool = False) -> Ca
 
     as_trained: evaluations have the same arrays as training, which may compute by example.
     """
-    known: dict[Any, tuple[bool, tuple[str, ...]]] = {}
+    known: dict[Any, Traced] = {}
     has_modes = part.has_modes(function)
 
     def run(params: Tree, x: Any, key: jax.Array | None = None) -> Any:
         is_training = key is not None or not has_modes
         # 1. the whole batch, if no random numbers and no losses depend on the example
-        shapes = jax.tree.map(lambda a: (a.shape[1:], a.dtype), x)
-        which = is_training or as_trained, str(shapes), jax.tree.structure(x)
+        one = shapes_like(x, 1, first=1)
+        which = is_training or as_trained, str(one)
         if which not in known:
-            known[which] = part.traced(function, params, x, is_training=which[0])
+            known[which] = part.traced(function, params, one, is_training=which[0])
         draws, losses = known[which]
         if not (losses or draws):
             return part.call(function, part.values(params), x, is_training=is_training)[0]
@@ -316,13 +310,11 @@ def _with_loss(outputs: Callable[..., Any], loss: Loss) -> Callable[..., Any]:
 
 
 def _divisors(
-    part: Part, outputs: Callable[[Tree, Any], Any], loss: Loss
-) -> Callable[[Any, Any], tuple[Any, Any]]:
-    """Return `StackOptions.divisors`: sown losses are means over examples."""
-
-    def divisors(inputs: Any, targets: Any) -> tuple[Any, Any]:
-        shapes = jax.eval_shape(outputs, part.params, inputs)
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
-        return loss(zeros, targets)[1], jnp.float32(num_examples(inputs))
-
-    return divisors
+    part: Part, functions: tuple[Function, ...], loss: Loss, inputs: Any, targets: Any
+) -> tuple[Any, Any]:
+    """Return `StackOptions.divisors` of a batch: sown losses are means over examples."""
+    shapes = inputs
+    for function in functions:
+        shapes = jax.eval_shape(function, part.params, shapes)
+    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+    return loss(zeros, targets)[1], jnp.float32(num_examples(inputs))

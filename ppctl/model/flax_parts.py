@@ -20,7 +20,6 @@ from flax import linen, nnx, traverse_util
 from jax.sharding import PartitionSpec as P
 
 from ppctl.errors import ConfigError
-from ppctl.model.stack import shapes_like
 from ppctl.model.tree_modules import LOSSES, LinenModule, key_of, sown_scalars
 
 Tree = Any
@@ -29,7 +28,13 @@ Function = Callable[..., Any]  # (module, x) -> result, perhaps with a parameter
 MODES = {"deterministic", "use_running_average"}  # attributes that train() and eval() set
 OWN = {"_pytree__nodes", "_pytree__state"}  # attributes of NNX itself
 OF_LINEN = {"parent", "name"}  # fields of every linen module
+Traced = tuple[bool, tuple[str, ...]]  # whether a call draws, and the names of its sown losses
 MOST_DRAWS = 2**16  # largest number of draws from a stream in a call
+
+
+def is_value(leaf: Any) -> bool:
+    """Return whether a leaf is a variable, not of random numbers."""
+    return isinstance(leaf, nnx.Variable) and not isinstance(leaf, nnx.RngState)
 
 
 def takes_train(function: Function) -> bool:
@@ -42,18 +47,14 @@ class Part:
 
     graphdef: Any
     state: dict[Path, Any]  # variables, and arrays that are plain attributes, by path
-    settings: dict[Path, Any]  # other attributes, and variables that are not parameters
+    settings: dict[Path, Any]  # attributes and variables
     where: str  # path in the model, for messages
     is_stacked: bool  # whether arrays have a leading axis of layers
 
     @classmethod
     def of(cls, module: nnx.Module, where: str = "", *, is_stacked: bool = False) -> Part:
         graphdef, state = nnx.split(module)
-        settings = {
-            path: each
-            for path, each in nnx.iter_graph(module)
-            if not OWN & {*path} and not isinstance(each, nnx.RngState) and not _is_parameter(each)
-        }
+        settings = {path: each for path, each in nnx.iter_graph(module) if not OWN & {*path}}
         return cls(graphdef, dict(nnx.to_flat_state(state)), settings, where, is_stacked)
 
     @functools.cached_property
@@ -92,36 +93,24 @@ class Part:
 
         return self.of_each(spec)
 
-    def equals(self, other: Part) -> bool:
-        """Return whether a part with equal parameters computes the same function."""
-        return _equal(self.settings, other.settings)
-
     def has_modes(self, function: Function) -> bool:
         names = {name for path in self.settings for name in path[-1:]}
         streams = any(isinstance(each, nnx.RngState) for each in self.state.values())
         return streams or bool(names & MODES) or takes_train(function)
 
-    def traced(
-        self, function: Function, params: Tree, x: Tree, *, is_training: bool
-    ) -> tuple[bool, tuple[str, ...]]:
-        """Return whether a call of one example draws, and the names of its sown losses.
-
-        ConfigError if it changes variables.
-        """
+    def traced(self, function: Function, params: Tree, x: Tree, *, is_training: bool) -> Traced:
+        """Trace a call of one example, given its shapes. ConfigError if it changes variables."""
         leaves = [*self.values(params).values()]
 
         def run(leaves: list[Any], x: Tree) -> tuple[dict[str, jax.Array], list[Any]]:
             values = dict(zip(self.state, leaves, strict=True))
             return self.call(function, values, x, is_training=is_training)[1:]
 
-        tracing = jax.make_jaxpr(run, return_shape=True)
-        program, (sown, _) = tracing(leaves, shapes_like(x, 1, first=1))
-        jaxpr, number = program.jaxpr, len(leaves)
-        ends = zip(jaxpr.invars[:number], jaxpr.outvars[-number:], strict=True)
-        kept = [_passes(jaxpr, before, after) for before, after in ends]
-        changed = [path for path, is_kept in zip(self.state, kept, strict=True) if not is_kept]
-        for path in changed:
-            if not isinstance(leaf := self.state[path], nnx.RngState):
+        program, (sown, _) = jax.make_jaxpr(run, return_shape=True)(leaves, x)
+        ends = zip(self.state.items(), program.jaxpr.invars, program.jaxpr.outvars[-len(leaves) :])
+        changed = [leaf for leaf, *both in ends if not _passes(program.jaxpr, *both)]
+        for path, leaf in changed:
+            if not isinstance(leaf, nnx.RngState):
                 name = "/".join(map(str, (*filter(None, [self.where]), *path)))
                 raise ConfigError(
                     f"{name} is a {type(leaf).__name__} that a step changes, but a step changes "
@@ -194,8 +183,7 @@ class Part:
 
 
 def _is_parameter(leaf: Any) -> bool:
-    is_variable = isinstance(leaf, nnx.Variable) and not isinstance(leaf, nnx.RngState)
-    return is_variable and jnp.issubdtype(leaf.dtype, jnp.floating)
+    return is_value(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def _passes(jaxpr: Any, source: Any, out: Any) -> bool:
@@ -213,26 +201,30 @@ def _passes(jaxpr: Any, source: Any, out: Any) -> bool:
     return any(_passes(inner, a, end) and _passes(jaxpr, source, b) for a, b in given)
 
 
-def _equal(a: Any, b: Any) -> bool:
+def are_equal(a: Any, b: Any) -> bool:
     """Return whether two settings are equal. Functions are, if their code and its values are."""
     if a is b:
         return True
     if type(a) is not type(b):
         return False
+    if isinstance(a, nnx.RngState) or _is_parameter(a):
+        return True  # an argument of each call
     if isinstance(a, nnx.Variable | jax.Array | np.ndarray):
         return np.array_equal(nnx.as_pure(a), nnx.as_pure(b))
     if isinstance(a, nnx.Pytree):
         return True  # `settings` holds its contents, at other paths
     if isinstance(a, linen.Module):
         names = [each.name for each in dataclasses.fields(a) if each.name not in OF_LINEN]
-        return all(_equal(getattr(a, name), getattr(b, name)) for name in names)
+        return all(are_equal(getattr(a, name), getattr(b, name)) for name in names)
     if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(_equal, a, b))
+        return len(a) == len(b) and all(map(are_equal, a, b))
     if isinstance(a, Mapping):
-        return a.keys() == b.keys() and all(_equal(a[name], b[name]) for name in a)
+        return a.keys() == b.keys() and all(are_equal(a[name], b[name]) for name in a)
     if isinstance(a, functools.partial):
-        return _equal((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
+        return are_equal((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
     if code := getattr(a, "__code__", None):
         cells = [[cell.cell_contents for cell in each.__closure__ or ()] for each in (a, b)]
-        return code == b.__code__ and _equal(*cells) and _equal(a.__defaults__, b.__defaults__)
+        return (
+            code == b.__code__ and are_equal(*cells) and are_equal(a.__defaults__, b.__defaults__)
+        )
     return bool(a == b)

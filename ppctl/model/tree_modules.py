@@ -42,7 +42,10 @@ class TreeModule(nnx.Module):
                     f"{name} is a parameter, and an attribute of ppctl's {type(self).__name__}. "
                     "Rename the parameter."
                 )
-            setattr(self, name, nnx.data(jax.tree.map(_param, tree, is_leaf=_is_box)))
+            variables = jax.tree.map(
+                _param, tree, is_leaf=lambda a: isinstance(a, linen.Partitioned)
+            )
+            setattr(self, name, nnx.data(variables))
 
     @property
     def params(self) -> Tree:
@@ -51,12 +54,8 @@ class TreeModule(nnx.Module):
         return nnx.as_pure({name: getattr(self, name) for name in names})
 
 
-def _is_box(leaf: Any) -> bool:
-    return isinstance(leaf, linen.Partitioned)
-
-
 def _param(leaf: Any) -> nnx.Param:
-    if _is_box(leaf):
+    if isinstance(leaf, linen.Partitioned):
         return nnx.Param(jnp.asarray(leaf.value), out_sharding=leaf.names)
     return nnx.Param(jnp.asarray(leaf))
 
