@@ -11,6 +11,7 @@ Available as `ppctl.flax`. Only it, `flax_parts` and `tree_modules` import Flax.
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -19,12 +20,12 @@ import optax
 from flax import linen, nnx, traverse_util
 
 from ppctl.errors import ConfigError
-from ppctl.model.flax_parts import Function, Part, Traced, are_equal, is_value
+from ppctl.model.flax_parts import Function, Part, Traced, are_equal, is_parameter
 from ppctl.model.layer_inputs import attach_loss
 from ppctl.model.network import Network
-from ppctl.model.random_keys import names_key, without_key
+from ppctl.model.random_keys import key_of_seed, names_key, without_key, wrapped
 from ppctl.model.stack import Stack, StackOptions, num_examples, shapes_like
-from ppctl.model.tree_modules import LinenModule, StackModule, key_of, module
+from ppctl.model.tree_modules import LinenModule, StackModule, module
 
 __all__ = ["StackModule", "module", "network", "next_token_loss", "stack"]
 
@@ -72,7 +73,7 @@ def stack(
             change variables, such as those of `nnx.BatchNorm`.
     """
     made = partial(_made, model, variables)
-    parts = Parts.of(made(key_of()), blocks)
+    parts = Parts.of(made(wrapped(key_of_seed(0))), blocks)
     # blocks with equal settings have one function
     layers = [*parts.layers.values()]
     alike = [next(a for a in layers if are_equal(a.settings, each.settings)) for each in layers]
@@ -128,7 +129,7 @@ def network(
         ConfigError: When it is traced: a step would change variables (see `stack`).
     """
     made = partial(_made, model, variables)
-    part = Part.of(made(key_of()))
+    part = Part.of(made(wrapped(key_of_seed(0))))
     apply = _function(part, call, as_trained=True)
     return Network(
         lambda key: Part.of(made(key)).params,
@@ -165,8 +166,8 @@ def _made(model: Any, variables: Any, key: jax.Array) -> nnx.Module:
         raise ConfigError(f"{name} is a flax.linen module, which needs its variables. {use}")
     if variables is not None:
         raise ConfigError(f"{name} is an nnx.Module, which holds its variables. Leave them out.")
-    is_maker = callable(model) and not isinstance(model, nnx.Module)
-    made = model(nnx.Rngs(key)) if is_maker else model
+    is_made = isinstance(model, nnx.Module) or not callable(model)
+    made = model if is_made else model(nnx.Rngs(key))
     if isinstance(made, nnx.Module):
         return made
     use = "Use an nnx.Module, a function of rngs that makes one, or a flax.linen module."
@@ -179,6 +180,8 @@ class Parts(NamedTuple):
     whole: Part
     embed_head: Part
     layers: dict[str, Part]  # the blocks by their paths; of stacked blocks, one
+    first: Part  # the first block, or the stacked blocks
+    num_layers: int
 
     @classmethod
     def of(cls, model: nnx.Module, blocks: str) -> "Parts":
@@ -187,15 +190,13 @@ class Parts(NamedTuple):
         modules = _blocks(rest, blocks)
         for name in {path.split("/")[0] for path in modules}:
             delattr(rest, name)
-        _check_owners({"": rest} | modules)
-        layers = {p: Part.of(each, p, is_stacked=p == blocks) for p, each in modules.items()}
+        layers = {p: Part.of(each, f"{p}/", is_stacked=p == blocks) for p, each in modules.items()}
+        embed_head, first = Part.of(rest), next(iter(layers.values()))
+        _check_owners([embed_head, *layers.values()])
         _check_shapes(layers)
-        return cls(Part.of(model), Part.of(rest), layers)
-
-    @property
-    def first(self) -> Part:
-        """The first block, or the stacked blocks."""
-        return next(iter(self.layers.values()))
+        leaves = jax.tree.leaves(first.params)
+        number = len(leaves[0]) if first.is_stacked else len(layers)
+        return cls(Part.of(model), embed_head, layers, first, number)
 
     @property
     def params(self) -> Tree:
@@ -204,18 +205,11 @@ class Parts(NamedTuple):
         stacked = each[0] if self.first.is_stacked else jax.tree.map(lambda *a: jnp.stack(a), *each)
         return {"embed_head": self.embed_head.params, "layers": stacked}
 
-    @property
-    def num_layers(self) -> int:
-        """The number of blocks."""
-        leaves = jax.tree.leaves(self.first.params)
-        return len(leaves[0]) if self.first.is_stacked else len(self.layers)
-
     def restored(self, params: Tree) -> Any:
         """Return a new module with the parameters of a stack; of linen: its variables."""
-        layers = dict.fromkeys(self.layers, params["layers"])
-        if not self.first.is_stacked:
-            for l, path in enumerate(layers):
-                layers[path] = jax.tree.map(lambda a, l=l: a[l], params["layers"])
+        indices = [...] if self.first.is_stacked else range(self.num_layers)
+        places = zip(self.layers, indices, strict=True)
+        layers = {path: jax.tree.map(itemgetter(l), params["layers"]) for path, l in places}
         tree = traverse_util.unflatten_dict(layers, sep="/")
         return self.whole.restored(params["embed_head"] | tree)
 
@@ -234,13 +228,13 @@ def _blocks(model: nnx.Module, blocks: str) -> dict[str, nnx.Module]:
     raise ConfigError(f"{type(owner).__name__} has no modules {blocks}. {use}")
 
 
-def _check_owners(parts: dict[str, nnx.Module]) -> None:
-    """Raise ConfigError if two parts, by their paths, share a variable."""
+def _check_owners(parts: list[Part]) -> None:
+    """Raise ConfigError if two parts share a parameter."""
     owners: dict[int, str] = {}
-    for place, part in parts.items():
-        for path, each in nnx.iter_graph(part):
-            name = "/".join(map(str, (place, *path))).lstrip("/")
-            if is_value(each) and owners.setdefault(id(each), name) != name:
+    for part in parts:
+        for path, each in part.settings.items():
+            name = part.prefix + "/".join(map(str, path))
+            if is_parameter(each) and owners.setdefault(id(each), name) != name:
                 raise ConfigError(
                     f"{owners[id(each)]} and {name} are the same variable, but blocks may be on "
                     "different devices. Make separate variables; only embedding and head may share."
@@ -288,11 +282,11 @@ def _function(part: Part, function: Function, *, as_trained: bool = False) -> Ca
 
         # 2. each example by itself
         def of_one(x: Any, key: jax.Array | None) -> tuple[Any, dict[str, jax.Array]]:
-            values, alone = part.values(params, key), jax.tree.map(lambda a: a[None], x)
-            result, sown, _ = part.call(function, values, alone, is_training=is_training)
-            return jax.tree.map(lambda a: a[0], result), sown
+            return part.call(function, part.values(params, key), x, is_training=is_training)[:2]
 
-        result, sown = jax.vmap(of_one, in_axes=(0, None if key is None else 0))(x, key)
+        alone = jax.tree.map(lambda a: a[:, None], x)
+        result, sown = jax.vmap(of_one, in_axes=(0, None if key is None else 0))(alone, key)
+        result = jax.tree.map(lambda a: a[:, 0], result)
         for name in losses:
             result = attach_loss(result, sown[name].sum(), name=name)
         return result

@@ -20,7 +20,8 @@ from flax import linen, nnx, traverse_util
 from jax.sharding import PartitionSpec as P
 
 from ppctl.errors import ConfigError
-from ppctl.model.tree_modules import LOSSES, LinenModule, key_of, sown_scalars
+from ppctl.model.random_keys import key_of_seed, wrapped
+from ppctl.model.tree_modules import LOSSES, LinenModule, sown_scalars
 
 Tree = Any
 Path = tuple[Any, ...]  # names, and numbers of lists
@@ -32,15 +33,6 @@ Traced = tuple[bool, tuple[str, ...]]  # whether a call draws, and the names of 
 MOST_DRAWS = 2**16  # largest number of draws from a stream in a call
 
 
-def is_value(leaf: Any) -> bool:
-    """Return whether a leaf is a variable, not of random numbers."""
-    return isinstance(leaf, nnx.Variable) and not isinstance(leaf, nnx.RngState)
-
-
-def takes_train(function: Function) -> bool:
-    return "train" in signature(function).parameters
-
-
 @dataclass(frozen=True, eq=False)
 class Part:
     """A module as a pure function of its parameters, the floating variables."""
@@ -48,19 +40,19 @@ class Part:
     graphdef: Any
     state: dict[Path, Any]  # variables, and arrays that are plain attributes, by path
     settings: dict[Path, Any]  # attributes and variables
-    where: str  # path in the model, for messages
+    prefix: str  # of paths in the model, for messages, such as blocks/0/
     is_stacked: bool  # whether arrays have a leading axis of layers
 
     @classmethod
-    def of(cls, module: nnx.Module, where: str = "", *, is_stacked: bool = False) -> Part:
+    def of(cls, module: nnx.Module, prefix: str = "", *, is_stacked: bool = False) -> Part:
         graphdef, state = nnx.split(module)
         settings = {path: each for path, each in nnx.iter_graph(module) if not OWN & {*path}}
-        return cls(graphdef, dict(nnx.to_flat_state(state)), settings, where, is_stacked)
+        return cls(graphdef, dict(nnx.to_flat_state(state)), settings, prefix, is_stacked)
 
     @functools.cached_property
     def trees(self) -> dict[Path, nnx.Variable]:
         """The parameters."""
-        return {path: each for path, each in self.state.items() if _is_parameter(each)}
+        return {path: each for path, each in self.state.items() if is_parameter(each)}
 
     def of_each(self, function: Callable[[Path, nnx.Variable], Any]) -> Tree:
         """Return function(path, parameter) of each parameter, as a tree of the parameters' form."""
@@ -71,7 +63,7 @@ class Part:
     def params(self) -> Tree:
         return self.of_each(lambda _, each: jnp.asarray(each[...]))
 
-    def _by_path(self, params: Tree) -> dict[Path, jax.Array]:
+    def _by_path(self, params: Tree) -> dict[Path, Any]:
         """Return parameters by path."""
         flat = traverse_util.flatten_dict(params)
         return {path: flat[tuple(map(str, path))] for path in self.trees}
@@ -96,7 +88,7 @@ class Part:
     def has_modes(self, function: Function) -> bool:
         names = {name for path in self.settings for name in path[-1:]}
         streams = any(isinstance(each, nnx.RngState) for each in self.state.values())
-        return streams or bool(names & MODES) or takes_train(function)
+        return streams or bool(names & MODES) or "train" in signature(function).parameters
 
     def traced(self, function: Function, params: Tree, x: Tree, *, is_training: bool) -> Traced:
         """Trace a call of one example, given its shapes. ConfigError if it changes variables."""
@@ -107,11 +99,12 @@ class Part:
             return self.call(function, values, x, is_training=is_training)[1:]
 
         program, (sown, _) = jax.make_jaxpr(run, return_shape=True)(leaves, x)
-        ends = zip(self.state.items(), program.jaxpr.invars, program.jaxpr.outvars[-len(leaves) :])
-        changed = [leaf for leaf, *both in ends if not _passes(program.jaxpr, *both)]
+        jaxpr, outs = program.jaxpr, program.jaxpr.outvars[-len(leaves) :]
+        ends = zip(self.state.items(), jaxpr.invars, outs, strict=False)  # inputs: also x
+        changed = [leaf for leaf, *both in ends if not _passes(jaxpr, *both)]
         for path, leaf in changed:
             if not isinstance(leaf, nnx.RngState):
-                name = "/".join(map(str, (*filter(None, [self.where]), *path)))
+                name = self.prefix + "/".join(map(str, path))
                 raise ConfigError(
                     f"{name} is a {type(leaf).__name__} that a step changes, but a step changes "
                     "only parameters. Use LayerNorm or GroupNorm, or batch norm with "
@@ -123,7 +116,7 @@ class Part:
         self, function: Function, values: Mapping[Path, Any], x: Tree, *, is_training: bool
     ) -> tuple[Any, dict[str, jax.Array], list[Any]]:
         """Return (function(module, x), sown losses, values afterwards), given `values`."""
-        module, takes = self._with_values(values), takes_train(function)
+        module, takes = self._with_values(values), "train" in signature(function).parameters
         if is_training:  # batch norms stay as their author set them
             module.set_attributes(deterministic=False, raise_if_not_found=False)
         else:
@@ -151,7 +144,7 @@ class Part:
             if isinstance(leaf, nnx.RngCount):
                 values[path] = jnp.uint32(number * MOST_DRAWS)
             elif isinstance(leaf, nnx.RngKey):
-                values[path] = key_of() if key is None else key
+                values[path] = wrapped(key_of_seed(0)) if key is None else key
             else:
                 values[path] = arrays[path] if path in arrays else self._constant(leaf)
         return values
@@ -160,8 +153,8 @@ class Part:
         value = np.asarray(nnx.as_pure(leaf))
         if self.is_stacked and not np.array_equal(value, np.broadcast_to(value[:1], value.shape)):
             raise ConfigError(
-                f"{self.where} has a {type(leaf).__name__} of {value.dtype} that differs between "
-                "layers, but only floating variables may. Use a list of blocks."
+                f"{self.prefix[:-1]} has a {type(leaf).__name__} of {value.dtype} that differs "
+                "between layers, but only floating variables may. Use a list of blocks."
             )
         return value[0] if self.is_stacked else value
 
@@ -182,8 +175,8 @@ class Part:
         return nnx.merge(self.graphdef, nnx.from_flat_state(state), copy=True)
 
 
-def _is_parameter(leaf: Any) -> bool:
-    return is_value(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+def is_parameter(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Variable) and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def _passes(jaxpr: Any, source: Any, out: Any) -> bool:
@@ -207,12 +200,11 @@ def are_equal(a: Any, b: Any) -> bool:
         return True
     if type(a) is not type(b):
         return False
-    if isinstance(a, nnx.RngState) or _is_parameter(a):
-        return True  # an argument of each call
+    if isinstance(a, nnx.RngState | nnx.Pytree) or is_parameter(a):
+        return True  # an argument of each call; the contents of nodes have other paths
     if isinstance(a, nnx.Variable | jax.Array | np.ndarray):
-        return np.array_equal(nnx.as_pure(a), nnx.as_pure(b))
-    if isinstance(a, nnx.Pytree):
-        return True  # `settings` holds its contents, at other paths
+        left, right = map(np.asarray, nnx.as_pure((a, b)))
+        return np.array_equal(left, right)
     if isinstance(a, linen.Module):
         names = [each.name for each in dataclasses.fields(a) if each.name not in OF_LINEN]
         return all(are_equal(getattr(a, name), getattr(b, name)) for name in names)

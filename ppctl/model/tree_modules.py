@@ -8,15 +8,11 @@ import jax.numpy as jnp
 from flax import linen, nnx
 
 from ppctl.errors import ConfigError
-from ppctl.model.random_keys import KIND, names_key, without_key
+from ppctl.model.random_keys import key_of_seed, names_key, without_key, wrapped
 from ppctl.model.stack import Stack, init, num_examples
 
 Tree = Any
 LOSSES = "losses"  # name of the collection of sown losses
-
-
-def key_of(seed: int = 0) -> jax.Array:
-    return jax.random.key(seed, impl=KIND)
 
 
 def sown_scalars(sown: Tree) -> dict[str, jax.Array]:
@@ -35,7 +31,7 @@ class TreeModule(nnx.Module):
     def __init__(self, params: Tree, seed: int):
         """ConfigError if a parameter has the name of another attribute, all of which exist now."""
         self.param_names = tuple(params)
-        self.random_stream = nnx.RngStream(key_of(seed), tag="dropout")
+        self.random_stream = nnx.RngStream(wrapped(key_of_seed(seed)), tag="dropout")
         for name, tree in params.items():
             if name in vars(self) or hasattr(type(self), name):
                 raise ConfigError(

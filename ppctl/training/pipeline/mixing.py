@@ -73,7 +73,8 @@ def _casts(jaxpr: core.Jaxpr) -> Iterator[jnp.dtype]:
     """Yield the dtypes in TOLERANCE that a program casts wider floating values to."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "convert_element_type":
-            found, made = equation.invars[0].aval, equation.params["new_dtype"]
+            found: Any = equation.invars[0].aval
+            made = equation.params["new_dtype"]
             if jnp.issubdtype(found.dtype, jnp.floating) and str(made) in TOLERANCE:
                 yield made
         for inner in inner_jaxprs(equation):
