@@ -11,7 +11,6 @@ Available as `ppctl.flax`. Only it, `flax_parts` and `tree_modules` import Flax.
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -98,11 +97,11 @@ def _options(
     parts: "Parts", embed: Function, outputs: Function, loss: Loss, trainable: Any, tp: str
 ) -> StackOptions:
     embed, outputs = without_key(embed), without_key(outputs)
-    outer = parts.embed_head
-    specs = {"embed_head": outer.specs(tp), "layers": parts.first.specs(tp)}
+    outer, layer = parts.embed_head, parts.first
+    specs = {"embed_head": outer.specs(tp), "layers": layer.specs(tp)}
     return StackOptions(
         outputs=outputs,
-        trainable={"embed_head": outer.flags(trainable), "layers": parts.first.flags(trainable)},
+        trainable={"embed_head": outer.flags(trainable), "layers": layer.flags(trainable)},
         divisors=partial(_divisors, outer, (embed, outputs), loss),
         sharding=specs if jax.tree.leaves(specs) else None,
         author_model=parts.restored,
@@ -194,8 +193,7 @@ class Parts(NamedTuple):
         embed_head, first = Part.of(rest), next(iter(layers.values()))
         _check_owners([embed_head, *layers.values()])
         _check_shapes(layers)
-        leaves = jax.tree.leaves(first.params)
-        number = len(leaves[0]) if first.is_stacked else len(layers)
+        number = len(jax.tree.leaves(first.params)[0]) if first.is_stacked else len(layers)
         return cls(Part.of(model), embed_head, layers, first, number)
 
     @property
@@ -209,7 +207,7 @@ class Parts(NamedTuple):
         """Return a new module with the parameters of a stack; of linen: its variables."""
         indices = [...] if self.first.is_stacked else range(self.num_layers)
         places = zip(self.layers, indices, strict=True)
-        layers = {path: jax.tree.map(itemgetter(l), params["layers"]) for path, l in places}
+        layers = {path: jax.tree.map(lambda a, l=l: a[l], params["layers"]) for path, l in places}
         tree = traverse_util.unflatten_dict(layers, sep="/")
         return self.whole.restored(params["embed_head"] | tree)
 

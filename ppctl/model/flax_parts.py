@@ -39,20 +39,18 @@ class Part:
 
     graphdef: Any
     state: dict[Path, Any]  # variables, and arrays that are plain attributes, by path
+    trees: dict[Path, nnx.Variable]  # the parameters in `state`
     settings: dict[Path, Any]  # attributes and variables
     prefix: str  # of paths in the model, for messages, such as blocks/0/
     is_stacked: bool  # whether arrays have a leading axis of layers
 
     @classmethod
     def of(cls, module: nnx.Module, prefix: str = "", *, is_stacked: bool = False) -> Part:
-        graphdef, state = nnx.split(module)
+        graphdef, of_graph = nnx.split(module)
+        state = dict(nnx.to_flat_state(of_graph))
+        trees = {path: each for path, each in state.items() if is_parameter(each)}
         settings = {path: each for path, each in nnx.iter_graph(module) if not OWN & {*path}}
-        return cls(graphdef, dict(nnx.to_flat_state(state)), settings, prefix, is_stacked)
-
-    @functools.cached_property
-    def trees(self) -> dict[Path, nnx.Variable]:
-        """The parameters."""
-        return {path: each for path, each in self.state.items() if is_parameter(each)}
+        return cls(graphdef, state, trees, settings, prefix, is_stacked)
 
     def of_each(self, function: Callable[[Path, nnx.Variable], Any]) -> Tree:
         """Return function(path, parameter) of each parameter, as a tree of the parameters' form."""
@@ -69,10 +67,9 @@ class Part:
         return {path: flat[tuple(map(str, path))] for path in self.trees}
 
     def flags(self, trainable: Any) -> Tree:
-        """Return whether each parameter is trained, given a filter of NNX; True: all are."""
+        """Return whether each parameter is trained, given a filter of NNX."""
         is_trained = nnx.filterlib.to_predicate(trainable)
-        flags = self.of_each(lambda path, each: bool(is_trained(path, each)))
-        return all(jax.tree.leaves(flags)) or flags
+        return self.of_each(lambda path, each: bool(is_trained(path, each)))
 
     def specs(self, axis: str) -> Tree:
         """Return the PartitionSpecs over tp, given the name of its axis; None: not divided."""
@@ -203,8 +200,7 @@ def are_equal(a: Any, b: Any) -> bool:
     if isinstance(a, nnx.RngState | nnx.Pytree) or is_parameter(a):
         return True  # an argument of each call; the contents of nodes have other paths
     if isinstance(a, nnx.Variable | jax.Array | np.ndarray):
-        left, right = map(np.asarray, nnx.as_pure((a, b)))
-        return np.array_equal(left, right)
+        return np.array_equal(np.asarray(nnx.as_pure(a)), np.asarray(nnx.as_pure(b)))
     if isinstance(a, linen.Module):
         names = [each.name for each in dataclasses.fields(a) if each.name not in OF_LINEN]
         return all(are_equal(getattr(a, name), getattr(b, name)) for name in names)
@@ -215,8 +211,6 @@ def are_equal(a: Any, b: Any) -> bool:
     if isinstance(a, functools.partial):
         return are_equal((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
     if code := getattr(a, "__code__", None):
-        cells = [[cell.cell_contents for cell in each.__closure__ or ()] for each in (a, b)]
-        return (
-            code == b.__code__ and are_equal(*cells) and are_equal(a.__defaults__, b.__defaults__)
-        )
+        held = [[f.__defaults__, *(c.cell_contents for c in f.__closure__ or ())] for f in (a, b)]
+        return code == b.__code__ and are_equal(*held)
     return bool(a == b)

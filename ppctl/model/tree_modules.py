@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen, nnx
+from flax.core import meta
 
 from ppctl.errors import ConfigError
 from ppctl.model.random_keys import key_of_seed, names_key, without_key, wrapped
@@ -38,10 +39,7 @@ class TreeModule(nnx.Module):
                     f"{name} is a parameter, and an attribute of ppctl's {type(self).__name__}. "
                     "Rename the parameter."
                 )
-            variables = jax.tree.map(
-                _param, tree, is_leaf=lambda a: isinstance(a, linen.Partitioned)
-            )
-            setattr(self, name, nnx.data(variables))
+            setattr(self, name, nnx.data(jax.tree.map(_param, tree, is_leaf=meta.is_axis_metadata)))
 
     @property
     def params(self) -> Tree:
@@ -51,9 +49,8 @@ class TreeModule(nnx.Module):
 
 
 def _param(leaf: Any) -> nnx.Param:
-    if isinstance(leaf, linen.Partitioned):
-        return nnx.Param(jnp.asarray(leaf.value), out_sharding=leaf.names)
-    return nnx.Param(jnp.asarray(leaf))
+    names = {"out_sharding": leaf.names} if isinstance(leaf, linen.Partitioned) else {}
+    return nnx.Param(jnp.asarray(meta.unbox(leaf)), **names)
 
 
 # --- a stack ------------------------------------------------------------------------------------
