@@ -83,14 +83,13 @@ def stack(
     def initial(key: jax.Array) -> Tree:
         return Parts.of(made(key), blocks).params
 
-    stack = Stack(
+    return Stack(
         parts.num_layers,
         lambda key: initial(key)["embed_head"],
         lambda key, l: jax.tree.map(lambda a: a[l], initial(key)["layers"]),
         *(embed, layer, _with_loss(outputs, loss)),
         _options(parts, embed, outputs, loss, trainable, tp),
-    )
-    return stack.with_options(initial=initial)
+    ).with_options(initial=initial)
 
 
 def _options(
@@ -160,13 +159,12 @@ def _made(model: Any, variables: Any, key: jax.Array) -> nnx.Module:
     if isinstance(model, linen.Module):
         given = variables(key) if callable(variables) else variables
         if isinstance(given, Mapping) and "params" in given:
-            return LinenModule(model, given)
+            return LinenModule(model, given, given["params"])
         use = f"Use {name}().init(key, inputs) as the second argument."
         raise ConfigError(f"{name} is a flax.linen module, which needs its variables. {use}")
     if variables is not None:
         raise ConfigError(f"{name} is an nnx.Module, which holds its variables. Leave them out.")
-    is_made = isinstance(model, nnx.Module) or not callable(model)
-    made = model if is_made else model(nnx.Rngs(key))
+    made = model if isinstance(model, nnx.Module) or not callable(model) else model(nnx.Rngs(key))
     if isinstance(made, nnx.Module):
         return made
     use = "Use an nnx.Module, a function of rngs that makes one, or a flax.linen module."
@@ -219,7 +217,8 @@ def _blocks(model: nnx.Module, blocks: str) -> dict[str, nnx.Module]:
     if found and isinstance(found, nnx.List | list | tuple):
         if owner is model:
             return {f"{blocks}/{l}": each for l, each in enumerate(found)}
-        return {f"{blocks}_{l}": LinenModule(*each.unbind()) for l, each in enumerate(found)}
+        each = {f"{blocks}_{l}": block.unbind() for l, block in enumerate(found)}
+        return {n: LinenModule(m, v, vars(model)[n]) for n, (m, v) in each.items()}
     if isinstance(found, nnx.Module) and not isinstance(found, nnx.List):
         return {blocks: found}
     use = "Name them: blocks=..., a list; of flax.linen one that setup() sets."

@@ -6,13 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen, nnx
-from flax.core import meta
 
 from ppctl.errors import ConfigError
 from ppctl.model.random_keys import key_of_seed, names_key, without_key, wrapped
 from ppctl.model.stack import Stack, init, num_examples
 
 Tree = Any
+LEAVES = linen.Partitioned | nnx.Variable  # leaves of a tree of parameters, besides arrays
 LOSSES = "losses"  # name of the collection of sown losses
 
 
@@ -39,7 +39,8 @@ class TreeModule(nnx.Module):
                     f"{name} is a parameter, and an attribute of ppctl's {type(self).__name__}. "
                     "Rename the parameter."
                 )
-            setattr(self, name, nnx.data(jax.tree.map(_param, tree, is_leaf=meta.is_axis_metadata)))
+            leaves = jax.tree.map(_param, tree, is_leaf=lambda a: isinstance(a, LEAVES))
+            setattr(self, name, nnx.data(leaves))
 
     @property
     def params(self) -> Tree:
@@ -48,9 +49,11 @@ class TreeModule(nnx.Module):
         return nnx.as_pure({name: getattr(self, name) for name in names})
 
 
-def _param(leaf: Any) -> nnx.Param:
-    names = {"out_sharding": leaf.names} if isinstance(leaf, linen.Partitioned) else {}
-    return nnx.Param(jnp.asarray(meta.unbox(leaf)), **names)
+def _param(leaf: Any) -> nnx.Variable:
+    if isinstance(leaf, nnx.Variable):
+        return leaf
+    value, names = (leaf.value, leaf.names) if isinstance(leaf, linen.Partitioned) else (leaf, None)
+    return nnx.Param(jnp.asarray(value), eager_sharding=False, out_sharding=names)
 
 
 # --- a stack ------------------------------------------------------------------------------------
@@ -69,8 +72,7 @@ class StackPart(TreeModule):
         function = self.functions[number]
         if self.deterministic or not names_key(function):
             return without_key(function)(self.params, x)
-        keys = jax.random.split(self.random_stream(), num_examples(x))
-        return function(self.params, x, key=keys)
+        return function(self.params, x, key=jax.random.split(self.random_stream(), num_examples(x)))
 
 
 class StackModule(nnx.Module):
@@ -86,9 +88,10 @@ class StackModule(nnx.Module):
         self.outer = StackPart(params["embed_head"], (stack.embed, stack.options.outputs), 0)
         self.blocks = nnx.List()
         for l in range(stack.num_layers):
-            function = stack.functions[l % len(stack.functions)]
             layer = jax.tree.map(lambda a, l=l: a[l], params["layers"])
-            self.blocks.append(StackPart(layer, (function,), 1 + l))
+            self.blocks.append(
+                StackPart(layer, (stack.functions[l % len(stack.functions)],), 1 + l)
+            )
 
     def embed(self, inputs: Any) -> jax.Array:
         """Return x, the input of the first block, [batch, ...]."""
@@ -124,11 +127,11 @@ def module(stack: Stack, *, seed: int = 0) -> StackModule:
 class LinenModule(TreeModule):
     """A module of `flax.linen`, with its variables."""
 
-    def __init__(self, module: linen.Module, variables: Tree):
+    def __init__(self, module: linen.Module, variables: Tree, params: Tree):
         rest = {name: a for name, a in variables.items() if name not in ("params", LOSSES)}
         self.linen_module = module
         self.linen_variables = nnx.data(jax.tree.map(nnx.Variable, rest))
-        super().__init__(variables["params"], 0)
+        super().__init__(params, 0)
 
     @property
     def variables(self) -> Tree:
@@ -138,9 +141,8 @@ class LinenModule(TreeModule):
     def run(self, function: Callable[..., Any], x: Any, *, draws: bool) -> Any:
         """Return function(module, x); draws: whether it has random numbers."""
         key = self.random_stream() if draws else None  # of all streams: see `linen.Module.make_rng`
-        result, state = self.linen_module.apply(
-            self.variables, x, method=function, mutable=True, rngs=key
-        )
+        given = self.variables
+        result, state = self.linen_module.apply(given, x, method=function, mutable=True, rngs=key)
         for name, value in sown_scalars(state.get(LOSSES, {})).items():
             self.sow(nnx.Intermediate, name, value)
         after = {name: state[name] for name in self.linen_variables}
