@@ -169,7 +169,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("how", "ranks", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_unequal_ranks_cannot_do_is_refused(how, ranks, message):
+def test_unequal_ranks_that_cannot_work_together_are_refused(how, ranks, message):
     with pytest.raises(ConfigError, match=message):
         pipeline_of(ppctl.mesh(ranks=ranks), {}, **how)
 
