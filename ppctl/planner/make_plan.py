@@ -305,14 +305,17 @@ def assumptions(job: TrainingJob, *, is_timed: bool) -> tuple[str, ...]:
     pipe, model, kernels = job.pipe, job.config.model, ()
     examples = pipe.model.microbatch["inputs"].shape[0]
     over = ", ".join(f"{name}={size}" for name, size in pipe.execution.axes.divided.items())
-    layers, unequal = "equal layers" if pipe.stack.are_alike else "layers by their FLOPs", []
-    unequal += ["ranks of unequal sizes, hops as slow as the slowest"] * bool(job.config.mesh.ranks)
+    unequal = ["ranks of unequal sizes, hops as slow as the slowest"] * bool(job.config.mesh.ranks)
     unequal += ["hardware by rank"] * bool(getattr(job.config.hardware, "ranks", ()))
-    lines = [
-        f"stages divided over {over}" if over else "stages whole on each device",
-        f"equal microbatches ({examples} examples a device)",
-        f"{layers}, {' and '.join(unequal) or 'equal devices'}",
-    ]
+    devices = ", ".join(unequal) or "equal devices"
+    layers = "equal layers" if pipe.stack.are_alike else "layers by their FLOPs"
+    alike = pipe.stack.are_alike and not unequal
+    lines = ["equal layers and devices" if alike else f"{layers}, {devices}"]
+    if not job.config.mesh.ranks:
+        lines[:0] = [
+            f"stages divided over {over}" if over else "stages whole on each device",
+            f"equal microbatches ({examples} examples a device)",
+        ]
     if isinstance(model, Transformer):
         cp, device = job.config.mesh.cp, job.counted_device
         kernels = attention_kernels(model, cp, pipe.dtype, device, job.data)
