@@ -199,7 +199,8 @@ def search_of(
         share = -(-stack.num_layers // mesh.pp)
         layout = PlannedLayout(mesh, share, share, vocab_parts)
         how = microbatch, machine, executor.gather, executor.unroll, target.adds_products
-        return Step(*models(mesh.only(STAGE_AXES), vocab_parts), layout, *how)
+        work, params, _ = models(mesh.only(STAGE_AXES), vocab_parts)
+        return Step(work, params, layout, *how)
 
     # 2. the layouts
     batch_size, layer_costs = batch["inputs"].shape[0], None
