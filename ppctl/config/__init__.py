@@ -78,11 +78,26 @@ def check(config: Config) -> None:
     executor, traits = config.executor.name, config.executor.ENGINE
     how = {"dispatches_tasks": traits.dispatches_tasks}
     check_unequal(config.mesh.by_rank, executor, config.schedule.vocab, **how)
+    _check_chips(config.hardware, config.plan, config.mesh)
     _check_launch(config.launch, config.run, config.mesh)
     _check_executor(config.executor, config.mesh, config.partition.name, config.model)
     _check_data(config.model, config.data)
     _check_trained(config.model, config.optim)
     _check_views(config.run, config.executor, config.plan, config.inspect)
+
+
+def _check_chips(hardware: AutoHardware | Hardware, plan: Plan, mesh: Mesh) -> None:
+    ranks = hardware.ranks if isinstance(hardware, AutoHardware) else []
+    if ranks and len(ranks) != mesh.pp:
+        raise ConfigError(
+            f"hardware.ranks has {len(ranks)} names, but mesh.pp={mesh.pp}. Name the hardware of "
+            "each rank."
+        )
+    if ranks and plan.topology is not None:
+        raise ConfigError(
+            f"hardware.ranks={ranks} describes devices, and so does plan.topology={plan.topology}. "
+            "Leave one of them out."
+        )
 
 
 def _check_launch(launch: Launch, run: Run, mesh: Mesh) -> None:

@@ -29,7 +29,7 @@ SAME_FUNCTION = (
 # settings outside the model that decide which arrays a checkpoint has
 ADAPTERS = ("optim.train", "optim.lora_rank", "optim.lora_targets")
 _OF_OPTIMIZERS = ("optim", "optim.momentum", "optim.target")
-ARRAYS = (*_OF_OPTIMIZERS, "run.dtype", *ADAPTERS)
+ARRAYS = (*_OF_OPTIMIZERS, "optim.ema", "run.dtype", *ADAPTERS)
 # text that needs no quotes in Hydra's grammar
 PLAIN_TEXT = re.compile(r"(?!(true|false|null|nan|inf)$)[A-Za-z_/][\w./-]*", re.IGNORECASE)
 

@@ -18,13 +18,9 @@ from ppctl.executors.stage.jaxpr_tools import add_last_outputs, flatten
 from ppctl.model.layer_inputs import LayerInputs
 from ppctl.model.parallel import StageAxes
 from ppctl.model.stack import Stack, VocabularyParts
-from ppctl.model.trainable_parameters import trained_flags, trained_part, with_trained
+from ppctl.model.trainable_parameters import is_none, trained_flags, trained_part, with_trained
 
 Tree = Any
-
-
-def is_none(a: Any) -> bool:
-    return a is None
 
 
 def computed(shapes: Tree, dtype: Any) -> Tree:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from ppctl.errors import ConfigError
-from ppctl.model.trainable_parameters import trained_flags
+from ppctl.model.trainable_parameters import is_none, trained_flags
 
 Tree = Any
 Updates = Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]]
@@ -155,7 +155,6 @@ def with_updated(
 
     if not updates:
         return params
-    is_none = lambda a: a is None  # noqa: E731
     return jax.tree_util.tree_map_with_path(one, params, grads, is_leaf=is_none)
 
 

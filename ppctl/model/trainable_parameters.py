@@ -13,6 +13,11 @@ import jax
 from ppctl.errors import ConfigError
 
 Tree = Any
+AVERAGE, MOMENTS = "average", "moments"  # parts of an optimizer's state that has an average
+
+
+def is_none(a: Any) -> bool:
+    return a is None
 
 
 def trained_part(tree: Tree, trainable: Tree) -> Tree:
@@ -25,19 +30,31 @@ def trained_part(tree: Tree, trainable: Tree) -> Tree:
     """
     if trainable is True:
         return tree
-    is_none = lambda a: a is None  # noqa: E731  frozen already, or on another device
+    # None: frozen already, or on another device
     nothing = lambda part: jax.tree.map(lambda _: None, part, is_leaf=is_none)  # noqa: E731
     keep = lambda is_trained, part: part if is_trained else nothing(part)  # noqa: E731
     return jax.tree.map(keep, trainable, tree)
 
 
 def with_trained(part: Tree, whole: Tree) -> Tree:
-    """Return `whole` with its trained leaves replaced by those of `part`.
+    """Return `whole` with its trained leaves, arrays or None, replaced by those of `part`.
 
     >>> with_trained({"w": None, "b": 5}, {"w": 1, "b": 2})
     {'b': 5, 'w': 1}
     """
-    return jax.tree.map(lambda old, new: old if new is None else new, whole, part)
+    return jax.tree.map(lambda old, new: old if new is None else new, whole, part, is_leaf=is_none)
+
+
+def averaged(state: Tree) -> Tree:
+    """Return a state with the average, if it has one, in place of the trained parameters.
+
+    >>> averaged({"params": {"w": 1}, "optimizer": {"average": {"w": 5}}})
+    {'params': {'w': 5}, 'optimizer': {'average': {'w': 5}}}
+    """
+    held = state.get("optimizer")
+    if not isinstance(held, dict) or AVERAGE not in held:
+        return state
+    return {**state, "params": with_trained(held[AVERAGE], state["params"])}
 
 
 def trained_flags(tree: Tree, trainable: Tree) -> tuple[bool, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
@@ -17,12 +18,22 @@ from ppctl.executors.device_mesh import hosts_text
 from ppctl.executors.work.planned_step import Machine
 from ppctl.model.experts.dispatch import Group, num_rows
 from ppctl.model.experts.expert_layer import expert_group
-from ppctl.planner.cost.predict_step import PipelinePlan, predict_job, step_of, target_of
+from ppctl.planner.cost.predict_step import (
+    PipelinePlan,
+    fit,
+    peak_flops_of,
+    predict_job,
+    step_of,
+    target_of,
+    targets_of,
+    tightest,
+)
 from ppctl.planner.cost.request_text import RequestText, out_of_memory
 from ppctl.planner.cost.target_devices import Target
 from ppctl.planner.cost.token_budget import TokenBudget, check_tokens, token_budget
 from ppctl.reports.terminal_output import shared_cores_text
 from ppctl.schedule.costs import Costs
+from ppctl.schedule.mesh_axes import RANK_AXES
 from ppctl.training.pipeline.built_in_models import attention_kernels, expert_kernel
 from ppctl.training.pipeline.job import TrainingJob, unit_of_work
 from ppctl.training.pipeline.mfu import mfu, model_flops
@@ -37,6 +48,7 @@ class StagePart:
     num_layers: int
     rank: int
     devices: tuple[int, ...]  # device numbers of its rank; (): a topology that is only predicted
+    place: str  # devices, axes and hardware of its rank; "": ranks are equal
     # seconds; None: unknown. With remat=full, forward_s of the last stage is 0: its backward runs
     # the forward
     forward_s: float | None
@@ -99,6 +111,7 @@ class Prediction:
     mfu_causal_fraction: float | None  # MFU without the FLOPs of attention to later tokens
     memory_bytes: tuple[Mapping[str, int], ...]  # bytes of one device of each rank, by part
     total_bytes: tuple[int, ...]  # bytes of one device of each rank, summed over the parts
+    fullest_rank: int  # the rank with the least room
     is_compiled: bool  # whether memory is the compiled program's (plan.compile), not predicted
     predicted_bytes: tuple[int, ...]  # predicted bytes by rank, as in `ppctl tune` and `train`
     limit_bytes: int | None  # memory of a device
@@ -118,7 +131,7 @@ def predicted(job: TrainingJob) -> Prediction:
     step_tokens = count if unit == "tokens_per_s" else None
     check_tokens("plan.tokens", plan.tokens, step_tokens)
     found, target, flops = predict_job(job), target_of(job), model_flops(job)
-    peak, step_s = target.peak_flops, found.step_s
+    peak, step_s = peak_flops_of(job), found.step_s
     of_tokens = plan.tokens, step_tokens, step_s, pipe.meshes.num_devices, target.known_hardware
     # 2. make the record
     return Prediction(
@@ -147,7 +160,7 @@ def predicted(job: TrainingJob) -> Prediction:
         predicted_bytes=found.total_bytes,
         assumes=assumptions(job, is_timed=found.time is not None),
         **_stages(job, found.costs),
-        **_memory(job, target, found),
+        **_memory(job, found),
     )
 
 
@@ -207,15 +220,27 @@ def _stages(job: TrainingJob, costs: Costs | None) -> dict[str, Any]:
     if not pipe.execution.engine.is_pipelined:
         return {"stages": (), "transfer_s": None}
     stages, is_described = list[StagePart](), job.config.plan.only_predicts_topology
-    numbers = pipe.meshes.device_numbers
+    numbers, places = pipe.meshes.device_numbers, _places(job)
     for s, (layers, rank) in enumerate(pipe.layout.placement.stages):
         devices = () if is_described else numbers[rank]
         seconds = (None if costs is None else costs.seconds(kind, s, 1) for kind in "FBIW")
-        stages.append(StagePart(layers.start, len(layers), rank, devices, *seconds))
+        stages.append(StagePart(layers.start, len(layers), rank, devices, places[rank], *seconds))
     return {"stages": tuple(stages), "transfer_s": None if costs is None else costs.transfer_s}
 
 
-def _memory(job: TrainingJob, target: Target, found: PipelinePlan) -> dict[str, Any]:
+def _places(job: TrainingJob) -> list[str]:
+    """Return the devices, axes and hardware of each rank; "" if ranks are equal."""
+    names, sizes = [each.request.name for each in targets_of(job)], job.pipe.meshes.sizes_by_rank
+    if len({*zip(names, sizes, strict=True)}) == 1:
+        return [""] * len(names)
+    shown = (of.shown(RANK_AXES) for of in sizes)
+    axes = [" ".join(f"{axis}={n}" for axis, n in of.items() if n > 1) for of in shown]
+    hardware = [f" x {name}" * (name != "auto") for name in names]
+    parts = zip(sizes, hardware, axes, strict=True)
+    return [f"{of.num_devices}{name}" + f", {text}" * bool(text) for of, name, text in parts]
+
+
+def _memory(job: TrainingJob, found: PipelinePlan) -> dict[str, Any]:
     # 1. the memory of each rank
     memory, needed, compile_s, refusal = found.memory, found.total_bytes, None, None
     is_compiled = False
@@ -231,15 +256,18 @@ def _memory(job: TrainingJob, target: Target, found: PipelinePlan) -> dict[str, 
         compile_s = time.perf_counter() - began
 
     # 2. whether it fits; the compiler for a topology knows the limit, and refuses larger programs
-    limit, fits = target.limit, None
+    limit, fits = tightest(needed, found.limits), fit(needed, found.limits)
     if refusal is not None:
         fits = False
-    elif limit is not None:
-        fits = max(needed) <= limit.size_bytes
-    elif is_compiled and target.plan.topology is not None:
+    elif limit is None and is_compiled and job.config.plan.topology is not None:
         fits = True
     size_bytes, source, fraction = (None, None, None) if limit is None else limit
+    room = [
+        size if at is None else size - at.size_bytes
+        for size, at in zip(needed, found.limits, strict=True)
+    ]
     return {
+        "fullest_rank": max(range(len(room)), key=room.__getitem__),
         "memory_bytes": memory,
         "total_bytes": needed,
         "is_compiled": is_compiled,
@@ -258,6 +286,12 @@ def _devices_text(job: TrainingJob, target: Target) -> str:
     if target.plan.compiles if topology is not None else not target.is_away:
         hosts = hosts_text(job.pipe.meshes.storage)
         return ", ".join(filter(None, (f"{target.number} x {target.kind}", hosts)))
+    targets = targets_of(job)
+    if len({each.request.name for each in targets}) > 1:
+        numbers = Counter[str]()
+        for each, mesh in zip(targets, job.pipe.meshes.by_rank, strict=True):
+            numbers[each.hardware.name] += mesh.size
+        return " and ".join(f"{n} x {name}" for name, n in numbers.items()) + " (described)"
     if hardware is None:
         return f"{target.number} x {str(topology).partition(':')[0]}"
     return f"{target.number} x {hardware.name} (described)"
@@ -272,12 +306,13 @@ def assumptions(job: TrainingJob, *, is_timed: bool) -> tuple[str, ...]:
     pipe, model, kernels = job.pipe, job.config.model, ()
     examples = pipe.model.microbatch["inputs"].shape[0]
     over = ", ".join(f"{name}={size}" for name, size in pipe.execution.axes.divided.items())
+    layers, unequal = "equal layers" if pipe.stack.are_alike else "layers by their FLOPs", []
+    unequal += ["ranks of unequal sizes, hops as slow as the slowest"] * bool(job.config.mesh.ranks)
+    unequal += ["hardware by rank"] * bool(getattr(job.config.hardware, "ranks", ()))
     lines = [
         f"stages divided over {over}" if over else "stages whole on each device",
         f"equal microbatches ({examples} examples a device)",
-        "equal layers and devices"
-        if pipe.stack.are_alike
-        else "layers by their FLOPs, equal devices",
+        f"{layers}, {' and '.join(unequal) or 'equal devices'}",
     ]
     if isinstance(model, Transformer):
         cp, device = job.config.mesh.cp, job.counted_device

@@ -218,9 +218,15 @@ class OpTimes:
 
 
 def costs_of_stages(
-    op_times: OpTimes, sizes: Sequence[float], *, keeps_input: bool, split: bool = False
+    op_times: OpTimes | Sequence[OpTimes],
+    sizes: Sequence[float],
+    *,
+    keeps_input: bool,
+    split: bool = False,
 ) -> Costs:
     """Return the costs of each stage's tasks. sizes: layers of each stage, or their relative cost.
+
+    op_times: of all stages, or of each. All hops take as long as the slowest.
 
     The last stage's forward includes the head's forward and backward. With keeps_input (remat=full)
     the last stage's backward includes them instead, and the first stage's backward embeds again.
@@ -232,11 +238,13 @@ def costs_of_stages(
     >>> costs_of_stages(op_times, (2, 1), keeps_input=False).forward_s
     (2.0, 7.0)
     """
-    last, embed, head = len(sizes) - 1, op_times.embed, op_times.head
+    by_stage = [op_times] * len(sizes) if isinstance(op_times, OpTimes) else op_times
+    last, first = len(sizes) - 1, by_stage[0]
     forward, input_grad, weight_grad = list[float](), list[float](), list[float]()
 
     # 1. layers, plus the embedding in the first stage and the head in the last
-    for s, n in enumerate(sizes):
+    for s, (n, op_times) in enumerate(zip(sizes, by_stage, strict=True)):
+        embed, head = op_times.embed, op_times.head
         f = op_times.forward_s(n) + op_times.task_s + (embed.forward_s if s == 0 else 0.0)
         i = op_times.input_grad_s(n, keeps_input=keeps_input, split=split) + op_times.task_s
         if s == 0:
@@ -251,5 +259,6 @@ def costs_of_stages(
         weight_grad.append(n * op_times.layer.weight_grad_s + (op_times.task_s if split else 0.0))
 
     # 2. tasks of vocabulary parts
-    costs = Costs(tuple(forward), tuple(input_grad), tuple(weight_grad), transfer_s=op_times.hop_s)
-    return replace(costs, **{OF_PARTS[kind]: s for kind, s in op_times.parts.items()})
+    hop_s = max(each.hop_s for each in by_stage)
+    costs = Costs(tuple(forward), tuple(input_grad), tuple(weight_grad), transfer_s=hop_s)
+    return replace(costs, **{OF_PARTS[kind]: s for kind, s in first.parts.items()})

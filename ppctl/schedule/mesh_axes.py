@@ -138,7 +138,7 @@ def equal_runs(ranks: Sequence[MeshSizes]) -> list[tuple[str, MeshSizes]]:
     >>> [numbers for numbers, _ in equal_runs([MeshSizes(tp=2), MeshSizes(), MeshSizes()])]
     ['0', '1-2']
     """
-    found, first = [], 0
+    found, first = list[tuple[str, MeshSizes]](), 0
     for sizes, run in groupby(ranks):
         last = first + len([*run]) - 1
         found.append((f"{first}" if first == last else f"{first}-{last}", sizes))
@@ -152,7 +152,7 @@ def ranks_text(ranks: Sequence[MeshSizes]) -> str:
     >>> ranks_text([MeshSizes(fsdp=4), MeshSizes(tp=2), MeshSizes(tp=2)])
     '[{fsdp:4},{ranks:1-2,tp:2}]'
     """
-    texts = []
+    texts = list[str]()
     for numbers, sizes in equal_runs(ranks):
         axes = {name: n for name, n in sizes.by_axis.items() if n > 1}
         entry = ({"ranks": numbers} if "-" in numbers else {}) | (axes or {"dp": 1})
@@ -177,7 +177,9 @@ def axes_text(sizes: Mapping[str, Any]) -> str:
     """
     if sizes.get("ranks"):
         runs = equal_runs(rank_sizes(sizes["ranks"]))
-        each = (f"rank {n}: {axes_text(of.only(RANK_AXES).shown(RANK_AXES))}" for n, of in runs)
+        each = (
+            f"rank{'s' if '-' in n else ''} {n}: {axes_text(of.shown(RANK_AXES))}" for n, of in runs
+        )
         return ", ".join(each)
     return " ".join(f"{name}={size}" for name, size in shown_sizes(sizes).items())
 

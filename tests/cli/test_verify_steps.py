@@ -30,6 +30,7 @@ SPMD = config.Config(
 MPMD = replace(
     SPMD, schedule=config.Schedule("zb_h1", 2), executor=config.Mpmd(post_validation=True)
 )
+AVERAGED = replace(SPMD, optim=config.AdamW(warmup_steps=3, ema=0.9))
 
 
 def verified(request, capsys):
@@ -70,6 +71,7 @@ PASSING = {
     "reference": replace(
         SPMD, mesh=config.Mesh(), executor=config.Reference(), verify=config.Verify(steps=1)
     ),
+    "average": replace(MPMD, optim=AVERAGED.optim, run=replace(SPMD.run, on_nonfinite="skip")),
     "longer than the run": replace(
         MPMD,
         executor=config.Mpmd(),
@@ -92,6 +94,7 @@ def test_right_steps_pass(request_, capsys):
     assert {"params/layers/kernel", "params/embed_head/head/kernel", "step"} <= names
     if isinstance(request_.optim, config.AdamW):
         assert {"optimizer/0/mu/layers/kernel", "optimizer/0/nu/layers/kernel"} <= names
+    assert ("average/layers/kernel" in names) == (request_.optim.ema is not None)
 
 
 # --- faults -------------------------------------------------------------------------------------
@@ -140,6 +143,10 @@ def evaluation_of_other_parameters(monkeypatch):
     monkeypatch.setattr(
         OneProgram, "loss", lambda self, state, batch: right(self, shrunk(state), batch)
     )
+
+
+def evaluation_of_parameters_without_their_average(monkeypatch):
+    monkeypatch.setattr(OneProgram, "averaged", lambda self, state: state)
 
 
 def batches_that_are_not_evaluated(monkeypatch):
@@ -193,6 +200,7 @@ FAULTS = [
     (SPMD, clipped_a_little_late),
     (SPMD, steps_that_are_not_counted),
     (SPMD, evaluation_of_other_parameters),
+    (AVERAGED, evaluation_of_parameters_without_their_average),
     (SPMD, batches_that_are_not_evaluated),
     (SPMD, a_norm_of_layers_alone),
     (MPMD, undone_from_the_next_state),

@@ -249,6 +249,7 @@ MIXTURES = [
             config_with(optim=c.AdamW(clip_norm=0.0)),
             "optim.clip_norm=0 would erase every gradient. Use null",
         ),
+        (config_with(optim=c.SGD(ema=0.0)), "optim.ema=0 would only copy the parameters. Use null"),
         (config_with(data=c.Synthetic(batch_size=0)), "data.batch_size=0 must be"),
         (
             config_with(data=c.Synthetic(eval_fraction=1.0)),

@@ -1,7 +1,5 @@
 """Flax modules train in a pipeline as plain Flax and Optax train them, in float64."""
 
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -210,52 +208,6 @@ def test_a_pipeline_starts_from_given_parameters():
         ConfigError, match=r"^The state does not fit this model .*: it has no params"
     ):
         pipe.init(params={"layers": {}})
-
-
-class Averaged(NamedTuple):
-    inner: Any
-    params: Any
-
-
-def averaged(inner, decay):
-    def update(grads, state, params):
-        updates, kept = inner.update(grads, state.inner, params)
-        new = optax.apply_updates(params, updates)
-        return updates, Averaged(kept, optax.incremental_update(new, state.params, 1 - decay))
-
-    init = lambda params: Averaged(inner.init(params), params)
-    return optax.GradientTransformation(init, update)
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        full({"schedule": "1f1b"}),
-        {"schedule": "zb_h1", "executor": "mpmd", "partition": [3, 1]},
-        full({"schedule": "interleaved", "num_chunks": 2, "mesh": {"pp": 2, "fsdp": 2}}),
-    ],
-    ids=str,
-)
-def test_an_average_of_the_parameters_is_state_of_an_optimizer(how):
-    how = {"num_microbatches": 4, "clip_norm": 1.0} | how
-    how |= {"mesh": ppctl.mesh(**how.get("mesh", {"pp": 2}))}
-    pipe = ppctl.pipeline(
-        make()[1], optimizer=averaged(adamw(), 0.9), batch=batch_of(), dtype="float64", **how
-    )
-    state = pipe.init()
-    wanted = pipe.params(state)
-    for _ in range(3):
-        state, _ = pipe.step(state, batch_of())
-        wanted = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, wanted, pipe.params(state))
-    is_averaged = lambda node: isinstance(node, Averaged)
-    nodes = jax.tree.leaves(pipe.to_natural(state)["optimizer"], is_leaf=is_averaged)
-    (found,) = filter(is_averaged, nodes)
-    assert_close(found.params, wanted)
-    again = pipe.init(params=found.params)
-    assert_close(pipe.params(again), wanted)
-    nodes = jax.tree.leaves(pipe.to_natural(again)["optimizer"], is_leaf=is_averaged)
-    (begun,) = filter(is_averaged, nodes)
-    assert_close(begun.params, wanted)  # the optimizer's state begins with the same parameters
 
 
 # --- refused --------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ def make(**request):
     [
         ({"clip_norm": 0}, "clip_norm=0 must be a finite number above 0."),
         ({"clip_norm": "1"}, "clip_norm='1' must be a finite number above 0."),
+        ({"ema": 1.0}, "ema=1.0 must be a number between 0 and 1, such as 0.999."),
         ({"seed": 2**31}, "seed=2147483648 is not a whole number from 0 to 2147483647. Use one."),
         ({"seed": 1.5}, "seed=1.5 is not a whole number from 0 to 2147483647. Use one."),
         ({"num_microbatches": 2.0}, "num_microbatches=2.0 is not a whole number from 1 to .*"),

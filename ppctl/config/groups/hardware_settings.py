@@ -1,6 +1,6 @@
 """Speeds and memory of accelerators, and of their links. The numbers are in `conf/hardware/`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from ppctl.config import field_checks as checks
@@ -54,6 +54,8 @@ class AutoHardware(Settings, prefix="hardware"):
     """The hardware of the attached devices, or of plan.topology."""
 
     name: str = "auto"
+    # names of the hardware of each pipeline rank, if they differ: [h100, h100, a100, a100]
+    ranks: list[str] = field(default_factory=list[str])
 
 
 @dataclass

@@ -34,7 +34,7 @@ class Mesh(axes_record(kind=Devices), Settings):
     ranks: list[RankAxes] = field(default_factory=list[RankAxes])
 
     def check(self) -> None:
-        super().check()
+        Settings.check(self)
         for number, each in enumerate(self.ranks):
             domains(f"mesh.ranks[{number}]", each)
         if not self.ranks:

@@ -27,6 +27,8 @@ class Optim(Settings):
     decay_fraction: Share = 0.2  # share of run.num_steps with wsd's falling rate
     warmup_steps: Natural = 20  # steps of linear growth to the peak
     clip_norm: NotNegative | None = 1.0  # maximum global gradient norm; None: no clipping
+    # decay of an average of the trained parameters, for evaluations and exports; None: no average
+    ema: Rate | None = None
     # all parameters | lora: low-rank adapters of a transformer's linear maps, all else frozen
     train: Annotated[str, checks.one_of("all", "lora")] = "all"
     lora_rank: Count = 16  # r of PEFT: an adapter is A [inputs, rank] times B [rank, outputs]
@@ -54,6 +56,8 @@ class Optim(Settings):
                 )
         if self.clip_norm == 0:
             raise ConfigError("optim.clip_norm=0 would erase every gradient. Use null for none.")
+        if self.ema == 0:
+            raise ConfigError("optim.ema=0 would only copy the parameters. Use null for none.")
 
 
 @dataclass

@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 
 from ppctl.executors.compiler_options import temp_bytes
 from ppctl.executors.device_mesh import processes
-from ppctl.executors.model_shapes import shard_bytes
+from ppctl.executors.model_shapes import Model, shard_bytes
 from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, ProgramId, last_uses
 from ppctl.executors.mpmd.plan_values import value_kind
 from ppctl.executors.mpmd.program_library import ProgramLibrary
@@ -82,6 +82,10 @@ class CompiledPrograms:
             shapes.update(zip(entry.writes, written, strict=True))
         return shapes
 
+    def model_of(self, rank: int) -> Model:
+        """Return the model as a device of a rank sees it."""
+        return self.libraries[self.meshes.group_of[rank]].model
+
     def changes_group(self, entry: PlanEntry) -> bool:
         """Return whether a move is between ranks of different sizes."""
         return len({self.meshes.group_of[rank] for rank in entry.ranks}) > 1
@@ -99,7 +103,7 @@ class CompiledPrograms:
             return jax.tree.map(pick, sent, params["embed_head"], is_leaf=lambda a: a is None)
         if form != "activation":
             return _on(mesh, sent)
-        x = self.libraries[group].model.x
+        x = self.model_of(entry.rank).x
         shape = jax.ShapeDtypeStruct((x.shape[0] * mesh.size, *x.shape[1:]), sent.dtype)
         return _sharded(shape, NamedSharding(mesh, sent.sharding.spec))
 

@@ -151,13 +151,10 @@ class Runtime:
         form = value_kind(entry.reads[0][0]).form
         if form != "activation":
             return partial(resized, there)
-        meshes, libraries = self.programs.meshes, self.programs.libraries
-        sides = [
-            row_devices(
-                self.submeshes[rank],
-                divides_rows=libraries[meshes.group_of[rank]].model.axes.divides_rows,
-            )
-            for rank in entry.ranks
-        ]
+        models = (self.programs.model_of(rank) for rank in entry.ranks)
+        sender, receiver = (
+            row_devices(self.submeshes[rank], divides_rows=of.axes.divides_rows and not of.auto)
+            for rank, of in zip(entry.ranks, models, strict=True)
+        )
         size = math.prod(sent.sharding.shard_shape(sent.shape))
-        return partial(recut, pieces_of(*sides, size), there)
+        return partial(recut, pieces_of(sender, receiver, size), there)

@@ -14,11 +14,12 @@ from ppctl.executors.layer_placement import Placement
 from ppctl.executors.model_shapes import Model
 from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, ProgramId, transfer_entry
 from ppctl.executors.mpmd.plan_tasks import Role
-from ppctl.executors.outer_layers import is_none, keep
+from ppctl.executors.outer_layers import keep
 from ppctl.executors.parameter_layout import gather_shards, scatter_sums
 from ppctl.model.layer_inputs import LayerInputs
 from ppctl.model.random_keys import KEYS, SEED, example_keys
 from ppctl.model.stack import flat_batch
+from ppctl.model.trainable_parameters import is_none
 from ppctl.schedule.mesh_axes import DATA_AXES
 
 Tree = Any

@@ -102,13 +102,15 @@ class Piece(NamedTuple):
 
 
 def row_devices(mesh: Mesh, *, divides_rows: bool) -> np.ndarray:
-    """Return the devices [cp, parts, copies] of a rank, in the order of the rows that they hold.
+    """Return the devices of a rank, [lanes, parts], in the order of the rows that they hold.
 
-    divides_rows: whether tp divides rows, see `StageAxes`; else its devices hold copies.
+    A lane is a place along cp, and along tp unless tp divides rows: its values, which may be
+    summands, meet those of the same lane only.
     """
     sizes = mesh.shape
-    devices = mesh.devices.reshape(-1, sizes["tp"], sizes["cp"]).transpose(2, 0, 1)
-    return devices.reshape(sizes["cp"], -1, 1 if divides_rows else sizes["tp"])
+    devices = mesh.devices.reshape(-1, sizes["tp"], sizes["cp"])
+    lanes = devices.transpose(2, 0, 1) if divides_rows else devices.transpose(1, 2, 0)
+    return lanes.reshape(sizes["cp"] * (1 if divides_rows else sizes["tp"]), -1)
 
 
 def pieces_of(
@@ -119,18 +121,16 @@ def pieces_of(
     senders, receivers: `row_devices`. part_size: elements of a sender's part.
     """
     size, found = part_size * senders.shape[1] // receivers.shape[1], {}
-    for c, j in np.ndindex(*receivers.shape[:2]):
+    for (lane, j), device in np.ndenumerate(receivers):
         first, last = j * size, (j + 1) * size
-        holders = range(first // part_size, -(-last // part_size))
-        pieces = tuple(
+        found[device] = tuple(
             Piece(
-                senders[c, i, 0],
+                senders[lane, i],
                 max(first - i * part_size, 0),
                 min(last - i * part_size, part_size),
             )
-            for i in holders
+            for i in range(first // part_size, -(-last // part_size))
         )
-        found |= dict.fromkeys(receivers[c, j], pieces)
     return found
 
 

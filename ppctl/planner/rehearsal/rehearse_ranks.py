@@ -21,7 +21,14 @@ from ppctl.executors.mpmd.plan_tasks import roles, task_entries
 from ppctl.executors.mpmd.rank_programs import rank_entries, rank_roles
 from ppctl.executors.work.planned_step import Step
 from ppctl.executors.work.roofline import Speed
-from ppctl.planner.cost.predict_step import job_costs, step_of, target_of, time_of, timeline_of
+from ppctl.planner.cost.predict_step import (
+    job_costs,
+    peak_flops_of,
+    step_of,
+    target_of,
+    time_of,
+    timeline_of,
+)
 from ppctl.planner.cost.request_text import RequestText, out_of_memory
 from ppctl.planner.cost.step_time import StepTime, exchange_s, op_times
 from ppctl.planner.rehearsal.rank_on_device import (
@@ -93,6 +100,9 @@ def rehearse(config: Config) -> tuple[Rehearsal, Timeline]:
         refused += "executor.fuse=none"
     elif (how := config.run.distributed) != "off":
         refused = f"run.distributed={how} joins several processes. Leave it out"
+    elif config.mesh.ranks or getattr(config.hardware, "ranks", ()):
+        refused = "mesh.ranks or hardware.ranks gives ranks of other sizes or hardware. Use "
+        refused += "`ppctl plan`"
     if refused is not None:
         raise ConfigError(f"`ppctl rehearse` runs each rank on one device: {refused}.")
     simulate(_replicas(config.mesh.num_devices))
@@ -223,13 +233,16 @@ class Simulated:
         i = one.input_grad_s(layers, keeps_input=remat.keeps_input_only, split=is_split)
         return one.forward_s(layers), i
 
+    def _of_ranks(self, times: OpTimes) -> tuple[OpTimes, ...]:
+        return (times,) * self.job.pipe.schedule.num_ranks
+
     @cached_property
     def step(self) -> StepTime:
-        return time_of(self.job.pipe, self._op_times, self.costs)
+        return time_of(self.job.pipe, self._of_ranks(self._op_times), self.costs)
 
     @cached_property
     def timeline(self) -> Timeline:
-        return timeline_of(self.job.pipe, self._op_times, self.costs)
+        return timeline_of(self.job.pipe, self._of_ranks(self._op_times), self.costs)
 
     @property
     def found(self) -> Rehearsal:
@@ -237,12 +250,13 @@ class Simulated:
         # 1. the request and its prediction
         job, pipe, step, target = self.job, self.job.pipe, self.step, target_of(self.job)
         unit, count = unit_of_work(job)
-        flops, peak = model_flops(job), target.peak_flops
+        flops, peak = model_flops(job), peak_flops_of(job)
 
         # 2. the ranks
         ran = [self.ran[r] for r in self.ran_as]
         # mean number of devices that would run tasks at once without shared cores
-        free = timeline_of(pipe, replace(self._op_times, capacity=inf), self.costs)
+        times = self._of_ranks(replace(self._op_times, capacity=inf))
+        free = timeline_of(pipe, times, self.costs)
         at_once = pipe.meshes.num_devices * (1 - free.bubble_fraction)
         cpu_s = sum(each.cpu_s(at_once) + each.update.cpu_s for each in ran)
         copies = self.planned.layout.rank_devices
@@ -262,7 +276,7 @@ class Simulated:
             bubble_fraction=self.timeline.bubble_fraction,
             limit_bytes=None if target.limit is None else target.limit.size_bytes,
             ranks=tuple(map(self._rank, range(len(ran)))),
-            analytic_step_time_s=time_of(pipe, self._counted).total_s,
+            analytic_step_time_s=time_of(pipe, self._of_ranks(self._counted)).total_s,
         )
 
     def _rank(self, rank: int) -> RehearsedRank:
@@ -295,7 +309,7 @@ class Simulated:
         free = Speed(1e60, 1e60)  # not infinite: `Costs` of no work at all are refused
         machine = replace(self.planned.known_machine, speed=free, task_s=0.0)
         sent = op_times(replace(self.planned, machine=machine))
-        return job_costs(self.job.pipe, replace(sent, gathers=None))
+        return job_costs(self.job.pipe, self._of_ranks(replace(sent, gathers=None)))
 
     @property
     def _sent_s(self) -> float:

@@ -140,6 +140,8 @@ def tune_layouts(config: Config, progress: layout_search.SearchProgress | None =
     stack = stack.counted(config.costs.expert_imbalance)
     optimizer, _ = make_optimizer(config.optim, config.run.num_steps, stack)
     optimizer = clipped(optimizer, config.optim.clip_norm)
+    if config.optim.ema is not None:  # as many bytes as the average
+        optimizer = optax.chain(optimizer, optax.ema(config.optim.ema))
     search = search_of(config.executor, tune, optimizer, stack, batch, target)
     began = time.perf_counter()
     found = planned_layouts(search, partial(as_planned, config, stack), tune.best, progress)

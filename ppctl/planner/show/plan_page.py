@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Iterable, Sequence
 
-from ppctl.planner.cost.predict_step import step_of, timeline_of
+from ppctl.planner.cost.predict_step import steps_of, timeline_of
 from ppctl.planner.cost.step_time import op_times
 from ppctl.planner.make_plan import Prediction
 from ppctl.planner.rehearsal.rehearse_ranks import Rehearsal
@@ -70,7 +70,7 @@ def picture_of(job: TrainingJob, unknown: str | None) -> Drawing | str:
     reason = too_many_tasks(sum(map(len, schedule.ranks)))
     if reason is not None:
         return reason
-    return Drawing(schedule.name, timeline_of(job.pipe, op_times(step_of(job))))
+    return Drawing(schedule.name, timeline_of(job.pipe, [*map(op_times, steps_of(job))]))
 
 
 def _table(

@@ -152,7 +152,8 @@ def costs_text(found: Prediction) -> str | None:
     if found.transfer_s is None or not sums or not sums[0]:
         return None
     forward_s = sums[0] / len(found.total_bytes)
-    words = [f"mesh={found.request.mesh}"]
+    is_equal = not found.request.mesh.startswith("[")
+    words = [f"mesh={found.request.mesh if is_equal else f'1x{len(found.total_bytes)}'}"]
     words.append(f"schedule.num_microbatches={found.request.num_microbatches}")
     words += [f"costs.{name}={each / sums[0]:.3g}" for name, each in zip(kinds, sums, strict=True)]
     words.append(f"costs.transfer_s={found.transfer_s / forward_s:.2g}")
@@ -178,10 +179,12 @@ def stage_table(stages: Sequence[StagePart]) -> TextTable:
         layers = "none" if not stage.num_layers else f"{first}-{last_layer}"
         layers = str(first) if first == last_layer else layers
         forward = IN_BACKWARD if stage.forward_s == 0 else forward
-        rows.append((str(s), layers, str(stage.rank), forward, backward))
+        place = [stage.place] if stage.place else []
+        rows.append((str(s), layers, str(stage.rank), *place, forward, backward))
+    places = ["devices"] if any(stage.place for stage in stages) else []
     title = "stages, with the times of a microbatch"
     title += f" ({len(rows)} of {last + 1})" if len(rows) <= last else ""
-    return TextTable(title, ("stage", "layers", "rank", "forward", "backward"), rows)
+    return TextTable(title, ("stage", "layers", "rank", *places, "forward", "backward"), rows)
 
 
 def time_text(found: Prediction) -> str:
@@ -208,7 +211,7 @@ def overhead_text(overhead_s: float, step_s: float) -> str:
 
 def fit_text(found: Prediction) -> str:
     """Return a line: whether the request fits, its memory and the limit, and a remedy if not."""
-    worst = max(range(len(found.total_bytes)), key=lambda r: found.total_bytes[r])
+    worst = found.fullest_rank
     need = found.total_bytes[worst]
     kind = "predicted" if found.compile_s is None else f"compiled in {found.compile_s:.1f} s"
     held, limit = found.memory_bytes[worst], found.limit_bytes
@@ -232,14 +235,14 @@ def fit_text(found: Prediction) -> str:
 def shown_ranks(found: Prediction, most: int) -> list[int]:
     """Return the ranks to show: one if all are alike, all if at most `most`, else a few.
 
-    The few are the first rank, the one with most memory, and the last.
+    The few are the first rank, the one with the least room, and the last.
     """
-    num_ranks, total = len(found.memory_bytes), found.total_bytes
+    num_ranks = len(found.memory_bytes)
     if len(set(map(str, found.memory_bytes))) == 1:
         return [0]
     if num_ranks <= most:
         return [*range(num_ranks)]
-    return sorted({0, max(range(num_ranks), key=total.__getitem__), num_ranks - 1})
+    return sorted({0, found.fullest_rank, num_ranks - 1})
 
 
 def rank_name(found: Prediction, rank: int) -> str:

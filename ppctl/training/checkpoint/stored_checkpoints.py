@@ -4,6 +4,7 @@ All processes of a run must call each method. An error of one process is raised 
 """
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from orbax.checkpoint import v1 as ocp
 
 from ppctl.errors import CheckpointError, DamagedError
 from ppctl.model.lora import Lora, merged
+from ppctl.model.trainable_parameters import AVERAGE, averaged, is_none, trained_part
 from ppctl.reports.foreign_files import check_place
 from ppctl.reports.run_files import checkpoint_steps
 from ppctl.training.checkpoint import manifest, orbax_io
@@ -82,23 +84,32 @@ class StoredCheckpoints:
         arrays, prefix = self._manifest(step).arrays, "params/"
         return {name[len(prefix) :]: arrays[name] for name in arrays if name.startswith(prefix)}
 
-    def restore_params(self, step: int, place: Any) -> Any:
+    def restore_params(self, step: int, place: Any, *, average: bool = True) -> Any:
         """Return the parameters saved at `step`, in their saved structure. Raises as `restore`.
 
-        place: a device, or `jax.ShapeDtypeStruct`s with shardings.
+        place: a device, or `jax.ShapeDtypeStruct`s with shardings. average: whether to return the
+        average in place of the trained parameters, if the run has optim.ema.
         """
-        record, wanted = self._manifest(step), place
+        record, prefix = self._manifest(step), f"optimizer/{AVERAGE}/"
+        has_average = average and any(name.startswith(prefix) for name in record.arrays)
         try:
-            stored = orbax_io.described(self._path(step), self.reading)["params"]
+            stored = orbax_io.described(self._path(step), self.reading)
+            wanted, held = stored["params"], stored["optimizer"][AVERAGE] if has_average else None
         except Exception as error:  # Orbax has no error class for unreadable files
             raise self._damaged(step, "the description of its arrays is damaged") from error
         if isinstance(place, jax.Device):
             on_device = partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(place))
-            wanted = jax.tree.map(lambda a: on_device(a.shape, a.dtype), stored)
+            place = jax.tree.map(lambda a: on_device(a.shape, a.dtype), wanted)
+        parts = {"params": place}
+        if has_average:  # Orbax does not read arrays whose entry is None
+            frozen = jax.tree.map(is_none, held, is_leaf=is_none)
+            trained = jax.tree.map(operator.not_, frozen)
+            parts = {"params": trained_part(place, frozen)}
+            parts["optimizer"] = {AVERAGE: trained_part(place, trained)}
         self.reading.pytree.loading.partial_load = True
-        state = self._load(step, {"state": {"params": wanted}})["state"]
+        state = self._load(step, {"state": parts})["state"]
         self._check(step, record, state)
-        return state["params"]
+        return averaged(state)["params"]
 
     def aside(self, kind: str) -> tuple[str, ...]:
         """Return the names of the checkpoints that `set_aside` has renamed as `kind`."""
@@ -201,8 +212,13 @@ def stored_lora(checkpoints: StoredCheckpoints, step: int) -> Lora | None:
     return Lora(optim["lora_rank"], optim["lora_alpha"], targets, optim["lora_dropout"])
 
 
-def merged_params(checkpoints: StoredCheckpoints, step: int, device: Any) -> Any:
-    """Return a checkpoint's parameters on one device, in natural order, with adapters merged."""
+def merged_params(
+    checkpoints: StoredCheckpoints, step: int, device: Any, *, average: bool = True
+) -> Any:
+    """Return a checkpoint's parameters on one device, in natural order, with adapters merged.
+
+    average: as in `StoredCheckpoints.restore_params`.
+    """
     lora = stored_lora(checkpoints, step)
-    params = checkpoints.restore_params(step, device)
+    params = checkpoints.restore_params(step, device, average=average)
     return params if lora is None else jax.jit(partial(merged, scale=lora.scale))(params)

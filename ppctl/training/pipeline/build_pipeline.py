@@ -14,10 +14,10 @@ from ppctl.config import AutoHardware, Reference
 from ppctl.errors import ConfigError
 from ppctl.executors.layer_placement import Placement
 from ppctl.executors.parameter_layout import Layout, RankLayout
-from ppctl.executors.rank_meshes import RankMeshes
+from ppctl.executors.rank_meshes import RankGroup, RankMeshes
 from ppctl.executors.stage.jaxpr_flops import RelativeCosts, relative_costs
 from ppctl.model.network import Network
-from ppctl.model.stack import Stack
+from ppctl.model.stack import DividedStack, Stack
 from ppctl.model.trainable_parameters import checked_flags, trained_part, trained_share
 from ppctl.schedule.costs import task_costs
 from ppctl.schedule.families.registry import BASELINE, FamilyWithKnobs
@@ -61,6 +61,7 @@ def pipeline(
     vocab: str = "whole",
     dtype: Any = None,
     clip_norm: float | None = None,
+    ema: float | None = None,
     lr_schedule: optax.Schedule | None = None,
     seed: int = 0,
     layers: int | None = None,
@@ -75,18 +76,17 @@ def pipeline(
         schedule: The name of a family, `ppctl.family(...)`, or a `Schedule`.
         num_microbatches: Microbatches of a step in each replica; needed unless given a `Schedule`.
         batch: {"inputs", "targets"}: a global batch, or its shapes and dtypes.
-        optimizer: An optax optimizer that updates each parameter by itself, layer by layer.
+        optimizer, ema: An optax optimizer of each parameter by itself; decay of `pipe.averaged`.
         executor: spmd | mpmd | reference, or with options, such as `ppctl.spmd(...)`.
         partition: uniform | balanced (by FLOPs) | the number of layers of each stage.
         vocab: whole (embedding on the first stage, head on the last) | parallel (on all ranks).
         dtype: The compute dtype. None: float64 if parameters are, else bfloat16 on accelerators.
-        metrics: Functions by name: (outputs, {"targets"}) -> values [examples, ...], or (values,
-            weights). Steps and evaluations report their means.
+        metrics: By name, (outputs, {"targets"}) -> values [examples, ...], or (values, weights).
         clip_norm, lr_schedule, seed: Limit of the global norm; rates to report; seed of all keys.
         options: Options of the executor (remat, gather, ...) and the schedule (num_chunks=2).
     """
     # 1. the request
-    optimizer = checked_optimizer(optimizer, model, mesh, clip_norm)
+    optimizer = checked_optimizer(optimizer, model, mesh, clip_norm, ema)
     meshes = RankMeshes.of(mesh)
     dtype = compute_dtype(dtype, model, default_dtype(AutoHardware(), meshes.device))
     seed, shapes = whole_number("seed", seed, 0), request.shapes_of(batch)
@@ -100,32 +100,37 @@ def pipeline(
     step, execution, of_stages = work
     layers_of = request.partition_for(partition, stack.num_layers, plan, of_stages)
     counting = with_metrics(stack, metrics or {}, shapes, dtype)
-    placement, is_equal = Placement(layers_of, plan.rank_of), len(meshes.groups) == 1
-    divisions = [
-        request.divided(counting, execution.on(group.mesh), group.mesh, shapes)
-        for group in meshes.groups
-    ]
-    layouts = [
-        Layout(mesh, placement if is_equal else placement.on(held), of_rank)
-        for (mesh, held), (_, of_rank) in zip(meshes.groups, divisions, strict=True)
-    ]
+    placement, is_equal = Placement(layers_of, plan.rank_of), meshes.text is None
+    divided = [_divided(counting, execution, each, placement, shapes) for each in meshes.groups]
     whole = Layout(meshes.storage, placement, RankLayout(meshes.sizes))
-    layout = layouts[0] if is_equal else whole
+    layout = divided[0][1] if is_equal else whole
     # 3. the initial state, the engine that runs the steps, and the pipeline
-    on_layers = _on_layers(stack, layout, optim.clipped(optimizer, clip_norm), execution)
+    on_layers = _on_layers(stack, layout, optim.clipped(optimizer, clip_norm), execution, ema)
     start, of_all = optim.first_state(stack, on_layers), optim.state_shapes(stack, on_layers)
-    states = States(layout, start, of_all, seed)
-    groups = []
-    for group, (divided, _), on in zip(meshes.groups, divisions, layouts, strict=True):
+    states, groups = States(layout, start, of_all, seed), list[GroupModel]()
+    for group, (part, on) in zip(meshes.groups, divided, strict=True):
         how = shapes, plan.num_microbatches, execution.on(group.mesh), dtype
-        shown = model_of(stack, divided, replace(states, layout=on), *how)
+        shown = model_of(stack, part, replace(states, layout=on), *how)
         request.check_tasks(stack, step, layers_of, shown, execution)
         groups.append(GroupModel(group.ranks, on, shown))
     request.check_rows(groups)
     engine = make_engine(groups, states, step, shapes, on_layers, lr_schedule, execution, clip_norm)
-    shown = groups[0].model
-    parts = on_layers, dtype, shapes, engine, shown, lr_schedule, few_examples(batch, shapes)
+    parts = on_layers, dtype, shapes, engine, groups, lr_schedule, few_examples(batch, shapes)
     return Pipeline(stack, *work, states, *parts, metrics or {})
+
+
+def _divided(
+    stack: Stack,
+    execution: Execution,
+    group: RankGroup,
+    placement: Placement,
+    shapes: request.Shapes,
+) -> tuple[DividedStack, Layout]:
+    """Return (the model on a device of a group of ranks, the group's layout)."""
+    divided, of_rank = request.divided(stack, execution.on(group.mesh), group.mesh, shapes)
+    if len(group.ranks) < placement.num_ranks:
+        placement = placement.on(group.ranks)
+    return divided, Layout(group.mesh, placement, of_rank)
 
 
 def _scheduled(
@@ -164,13 +169,17 @@ def _scheduled(
 
 
 def _on_layers(
-    stack: Stack, layout: Layout, optimizer: optax.GradientTransformation, execution: Execution
+    stack: Stack,
+    layout: Layout,
+    optimizer: optax.GradientTransformation,
+    execution: Execution,
+    ema: float | None,
 ) -> ModelOptimizer:
     """Return the `ModelOptimizer` of the trained parameters. ConfigError if they are divided."""
     params = trained_part(stack.param_shapes, stack.options.trainable)
     if stack.options.network is not None:
-        return network_optimizer(optimizer, stack.options.network.parameters, params, layout)
-    on_layers = LayerOptimizer(optimizer, params, layout, stack.options.updates)
+        return network_optimizer(optimizer, stack.options.network.parameters, params, layout, ema)
+    on_layers = LayerOptimizer(optimizer, params, layout, stack.options.updates, ema)
     over_ranks = ["pp" in shard.axes for shard in layout.of_rank.shards.values()]
     if execution.engine.dispatches_tasks and any(over_ranks) and not on_layers.is_elementwise:
         raise ConfigError(

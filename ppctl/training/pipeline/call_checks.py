@@ -29,9 +29,9 @@ X64 = 'call jax.config.update("jax_enable_x64", True) first'
 
 
 def checked_optimizer(
-    optimizer: Any, model: Any, mesh: Any, clip_norm: float | None
+    optimizer: Any, model: Any, mesh: Any, clip_norm: float | None, ema: float | None
 ) -> optax.GradientTransformation:
-    """Return the optimizer. ConfigError if an argument has a wrong type or clip_norm is invalid."""
+    """Return the optimizer. ConfigError if an argument has a wrong type or value."""
     if not isinstance(model, Stack | Network):
         what = f"The model is {_short(model)}, not a ppctl.Stack or a ppctl.Network"
         raise ConfigError(f"{what}. Use {_made_by(model)}.")
@@ -43,6 +43,8 @@ def checked_optimizer(
     is_number = isinstance(clip_norm, Real) and 0 < clip_norm < float("inf")  # NaN fails
     if clip_norm is not None and not is_number:
         raise ConfigError(f"clip_norm={_short(clip_norm)} must be a finite number above 0.")
+    if ema is not None and not (isinstance(ema, Real) and 0 < ema < 1):
+        raise ConfigError(f"ema={_short(ema)} must be a number between 0 and 1, such as 0.999.")
     return optimizer
 
 
@@ -243,10 +245,11 @@ class StateChecks:
             order = jax.make_array_from_callback(a.shape, NamedSharding(mesh, P()), a.__getitem__)
         return {**state, ORDER: order} if isinstance(state, dict) else (*state, {ORDER: order})
 
-    def checked(self, state: Tree) -> Tree:
+    def checked(self, state: Tree, *, is_donated: bool = False) -> Tree:
         """Return the engine's state.
 
         ConfigError if it has another layout or order of layers, or a step has reused its memory.
+        is_donated: whether the memory will be reused, which XLA cannot do for shared arrays.
         """
         of_engine, order = _split(state)
         arrays = of_engine.state if isinstance(of_engine, Attempt) else of_engine
@@ -270,6 +273,9 @@ class StateChecks:
                 "The state was passed to an earlier step, which reused its memory. Use the state "
                 "that the step returned: state, metrics = pipe.step(state, batch)."
             )
+        if is_donated and len({*map(id, leaves)}) < len(leaves):
+            what = "The state is of pipe.averaged, or has an array twice, so a step cannot reuse it"
+            raise ConfigError(f"{what}. Use the state that pipe.init or pipe.step returned.")
         if order is None or not np.array_equal(order, self.layout.placement.layer_in_slot):
             what = "The state belongs to a pipeline whose ranks hold other layers"
             raise ConfigError(f"{what}. Use pipe.from_natural(other.to_natural(state)).")

@@ -22,10 +22,11 @@ from ppctl.config.groups.layout_settings import Balanced, Explicit
 from ppctl.config.schedule_from_config import Planned, pipeline_of, trained_share
 from ppctl.data import DataSet, mixture, regression, stdlib, synthetic, text, tokens
 from ppctl.data.dataset import with_held_out
-from ppctl.errors import DataError, as_setting, written_as
+from ppctl.errors import ConfigError, DataError, as_setting, written_as
 from ppctl.executors.described_devices import check_gpu_shape, check_size, described_mesh
-from ppctl.executors.device_mesh import all_devices, check_hosts, make_mesh, repeated_mesh
+from ppctl.executors.device_mesh import all_devices, check_hosts, repeated_mesh
 from ppctl.executors.model_shapes import Model, tree_bytes
+from ppctl.executors.rank_meshes import RankMeshes
 from ppctl.executors.stage.jaxpr_flops import RelativeCosts, relative_costs
 from ppctl.model.stack import Stack, shapes_like
 from ppctl.schedule.costs import task_costs
@@ -38,7 +39,7 @@ from ppctl.training.pipeline import known_hardware as hardware_of
 from ppctl.training.pipeline.build_pipeline import pipeline
 from ppctl.training.pipeline.built_in_models import lora_of, make_stack
 from ppctl.training.pipeline.engines.make_engine import Engine
-from ppctl.training.pipeline.jax_start import check_memory_fraction, start_jax
+from ppctl.training.pipeline.jax_start import check_memory_fraction, mesh_of_settings, start_jax
 from ppctl.training.pipeline.known_hardware import described_device
 from ppctl.training.pipeline.optimizers import make_optimizer
 from ppctl.training.pipeline.pipeline import Pipeline
@@ -69,8 +70,17 @@ class TrainingJob:
     @cached_property
     def counted_model(self) -> Model:
         """The model with the kernels of the requested hardware, to count FLOPs, not to run."""
-        imbalance = self.config.costs.expert_imbalance
-        return model_on(self.pipe, self._other_hardware, self.counted_stack, imbalance)
+        return self.counted_on(0)
+
+    def counted_on(self, rank: int) -> Model:
+        """Return `counted_model` for a rank, with the kernels of the rank's hardware."""
+        imbalance, kind = self.config.costs.expert_imbalance, self.pipe.meshes.device.device_kind
+        other = hardware_of.described_only(self.hardware_of(rank), kind)
+        return model_on(self.pipe, other, self.counted_stack, imbalance, rank)
+
+    def hardware_of(self, rank: int) -> hardware_of.Request:
+        """Return the hardware requested for a rank."""
+        return hardware_of.of_rank(self.config.hardware, rank)
 
     @cached_property
     def counted_device(self) -> Any:
@@ -83,7 +93,7 @@ class TrainingJob:
     @property
     def _other_hardware(self) -> settings.Hardware | None:
         """The requested hardware if the mesh has other devices, else None."""
-        return hardware_of.described_only(self.config.hardware, self.pipe.meshes.device.device_kind)
+        return hardware_of.described_only(self.hardware_of(0), self.pipe.meshes.device.device_kind)
 
 
 def num_eval_batches(run: settings.Run, data: DataSet) -> int:
@@ -100,12 +110,13 @@ def stack_for(config: Config, data: DataSet, dtype: jnp.dtype, device: Any) -> S
 
 
 def evaluate(engine: Engine, data: DataSet, num_batches: int, state: Tree) -> float:
-    """Return the mean loss of the first held-out batches.
+    """Return the mean loss of the first held-out batches, by the average if the state has one.
 
     Requires `engine.compile(evaluate=True)`. Batches are weighted by their number of losses,
     which is smaller with prompts or padding. DataError if no batch has a loss.
     """
     batches = data.eval_batches(num_batches, engine.batches.examples)
+    state = engine.averaged(state)
     means = [engine.loss(state, engine.batches.put(batch)) for batch in batches]
     pairs = [(float(loss), float(number)) for loss, number in means]
     total = sum(number for _, number in pairs)
@@ -125,29 +136,38 @@ def no_targets(data: DataSet, num_batches: int) -> DataError:
 
 def _started(
     config: Config, dtype: str, *, on_one_device: bool, only_planned: bool
-) -> tuple[Mesh, Any]:
-    """Start JAX; return the mesh and the device that decides kernels. Arguments: as `assemble`."""
+) -> tuple[RankMeshes, Any]:
+    """Start JAX; return meshes and the device that decides kernels. Arguments: as `assemble`."""
     topology, number = config.plan.topology, config.mesh.num_devices
     is_counted = only_planned and not config.plan.compiles  # compiles no program
     start = 1 if on_one_device or is_counted else number
     start_jax(config.run, dtype, start, is_away=topology is not None)
     is_too_large = is_counted and topology is None and number > len(all_devices())
-    mesh = _mesh_of(config, on_one_device=on_one_device or is_too_large)
-    device, there = _device_of(config, mesh.devices.flat[0]), None
+    meshes = RankMeshes.of(_mesh_of(config, on_one_device=on_one_device or is_too_large))
+    device, there = _device_of(config, meshes.device), None
     if only_planned or topology is not None:
-        there = hardware_of.planned_for(config.hardware, device.device_kind, topology)
+        request = hardware_of.of_rank(config.hardware, 0)
+        there = hardware_of.planned_for(request, device.device_kind, topology)
     check_memory_fraction(config.run.memory_fraction, device, there)
-    return mesh, device
+    return meshes, device
 
 
-def _mesh_of(config: Config, *, on_one_device: bool) -> Mesh:
+def _mesh_of(config: Config, *, on_one_device: bool) -> Mesh | RankMeshes:
     """Return a mesh of attached devices or of a topology. ConfigError if it has too few devices."""
     plan, topology = config.plan, config.plan.topology
     sizes, order = config.mesh.sizes, config.mesh.order
+    if on_one_device and config.mesh.ranks:
+        devices = all_devices()[:1] * config.mesh.num_devices
+        return RankMeshes.of_sizes(devices, config.mesh.by_rank)
     if on_one_device:
         return repeated_mesh(sizes)
     if topology is None:
-        return make_mesh(sizes, order)
+        return mesh_of_settings(config.mesh)
+    if config.mesh.ranks:
+        raise ConfigError(
+            f"plan.topology={topology} has equal ranks, but mesh.ranks={config.mesh.text}. Use "
+            "hardware=NAME, which predicts without a topology, or leave out mesh.ranks."
+        )
     gpu = hardware_of.gpu_target(hardware_of.of_topology(config.hardware, topology))
     if not plan.only_predicts_topology:
         return described_mesh(sizes, topology, gpu, hardware_of.gpu_names(), order)
@@ -188,23 +208,24 @@ def assemble(
     planned = None if by_costs or counted is None else plan(config, counted)
     if isinstance(config.hardware, settings.Hardware):  # axes inside a stage must fit in a host
         of_host = hardware_of.host_devices(config.hardware, config.plan.topology)
-        if of_host is not None and config.mesh.num_devices > of_host:
-            check_hosts(config.mesh.sizes, config.mesh.order, config.mesh.num_devices, of_host)
+        for sizes in (config.mesh.sizes,) if not config.mesh.ranks else config.mesh.by_rank:
+            if of_host is not None and sizes.num_devices > of_host:
+                check_hosts(sizes, config.mesh.order, sizes.num_devices, of_host)
     # 2. devices and the compute dtype
     requested = config.run.dtype or default_dtype
     how: dict[str, Any] = {"on_one_device": on_one_device, "only_planned": only_planned}
-    mesh, device = _started(config, requested or DEFAULT_DTYPE, **how)
-    request = config.hardware, mesh.devices.flat[0], config.plan.topology
+    meshes, device = _started(config, requested or DEFAULT_DTYPE, **how)
+    request = hardware_of.of_rank(config.hardware, 0), meshes.device, config.plan.topology
     dtype = jnp.dtype(requested or hardware_of.default_dtype(*request))
     # 3. data, model and optimizer
     data = open_data(config)
     stack = stack_for(config, data, dtype, device)
     of_run = config.run.num_steps, stack, config.run.on_nonfinite
-    optimizer, lr_schedule = make_optimizer(config.optim, *of_run)
+    optimizer, rates = make_optimizer(config.optim, *of_run)
     how = {"executor": _traced_if_profiled(config), "dtype": dtype, "seed": config.run.seed}
-    how |= {"clip_norm": config.optim.clip_norm, "lr_schedule": lr_schedule}
+    how |= {"clip_norm": config.optim.clip_norm, "ema": config.optim.ema, "lr_schedule": rates}
     shapes = batch_shapes(data)
-    pipelined = partial(pipeline, stack, mesh=mesh, batch=shapes, optimizer=optimizer, **how)
+    pipelined = partial(pipeline, stack, mesh=meshes, batch=shapes, optimizer=optimizer, **how)
     # 4. schedules that depend on the model's costs; the pipeline
     if is_auto:
         planned = plan_auto(config, stack.num_layers, pipelined)

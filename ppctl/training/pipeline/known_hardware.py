@@ -45,6 +45,17 @@ def of_device(device_kind: str) -> Hardware | None:
     return next((each for each in known().values() if device_kind in each.device_kinds), None)
 
 
+def of_rank(request: Request, rank: int) -> Request:
+    """Return the hardware requested for a pipeline rank. ConfigError for an unknown name."""
+    if not isinstance(request, AutoHardware) or not request.ranks:
+        return request
+    name = request.ranks[rank]
+    if name not in known():
+        what = f"hardware.ranks has {name}, which is not described"
+        raise ConfigError(f"{what}. Use one of {', '.join(known())}.")
+    return known()[name]
+
+
 def resolved(request: Request, device_kind: str, topology: str | None = None) -> Hardware:
     """Return the requested hardware; for `auto` that of plan.topology, else of the devices.
 

@@ -40,13 +40,15 @@ class LayerOptimizer:
 
     `optax.apply_if_finite` must decide the same for all layers, so it gets NaN for all gradients if
     any gradient of the model is not finite. updates: as in `StackOptions`; the optimizer ignores
-    the parameters that these functions update.
+    the parameters that these functions update. ema: decay of the average of the parameters, which
+    `init_state` and `apply_gradients` keep; None: no average.
     """
 
     optimizer: optax.GradientTransformation
     params: Tree = field(compare=False)  # shapes in natural order, None for frozen parameters
     layout: Layout
     updates: Updates = field(default_factory=dict)
+    ema: float | None = None
 
     def __post_init__(self) -> None:
         check_optimizer(self.optimizer, self.one_layer)

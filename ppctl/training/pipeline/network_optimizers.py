@@ -20,11 +20,11 @@ import optax
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from ppctl.executors.outer_layers import is_none
 from ppctl.executors.parameter_layout import Layout, gather_shards, own_shards
 from ppctl.executors.stage.layer_programs import FlatPacking
 from ppctl.executors.stage.network_parameters import MULTIPLE, NetworkParameters
 from ppctl.model.layer_reports import Updates
+from ppctl.model.trainable_parameters import is_none
 from ppctl.training.pipeline import layer_optimizers as by_layer
 from ppctl.training.pipeline.update_formulas import Place, places_in, update_formulas
 
@@ -39,14 +39,15 @@ def network_optimizer(
     network: NetworkParameters,
     params: Tree,
     layout: Layout,
+    ema: float | None = None,
 ) -> NetworkOptimizer | by_layer.LayerOptimizer:
     """Return the optimizer of a network's trained parameters; params: shapes in natural order."""
-    by_name = NetworkOptimizer(optimizer, network, layout)
+    by_name = NetworkOptimizer(optimizer, network, layout, ema=ema)
     formulas = update_formulas(optimizer, by_name.form.shapes)
     if not all(formula.is_elementwise for formula in formulas):
         return by_name
     try:
-        on_packed = by_layer.LayerOptimizer(optimizer, params, layout)
+        on_packed = by_layer.LayerOptimizer(optimizer, params, layout, ema=ema)
         stored = update_formulas(optimizer, on_packed.one_layer)
     except Exception:  # such as a mask that fits only the author's tree
         return by_name
@@ -68,6 +69,7 @@ class NetworkOptimizer:
     layout: Layout
     is_elementwise = False
     updates: Updates = field(default_factory=dict)
+    ema: float | None = None
 
     def __post_init__(self) -> None:
         by_layer.check_optimizer(self.optimizer, self.form.shapes, update_formulas)

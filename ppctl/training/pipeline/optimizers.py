@@ -19,7 +19,7 @@ from ppctl.executors.stage.ordered_loops import ordered
 from ppctl.model import layer_reports as reports
 from ppctl.model.random_keys import with_example_keys
 from ppctl.model.stack import NO_DECAY, Stack, init
-from ppctl.model.trainable_parameters import trained_part, with_trained
+from ppctl.model.trainable_parameters import AVERAGE, MOMENTS, is_none, trained_part, with_trained
 from ppctl.training.pipeline import layer_optimizers as by_layer
 from ppctl.training.pipeline.network_optimizers import NetworkOptimizer
 from ppctl.training.pipeline.user_code import custom_optimizer
@@ -123,12 +123,21 @@ def counts_of(optimizer: Optimizer, grads: Tree) -> dict[str, dict[str, Array]]:
     return {reports.COUNTS: reports.counts_by_name(counts)}
 
 
+def ema_of(optimizer: Optimizer) -> float | None:
+    """Return the decay of the average of the parameters; None: no average."""
+    return None if isinstance(optimizer, optax.GradientTransformation) else optimizer.ema
+
+
 def init_state(params: Tree, optimizer: Optimizer, trainable: Tree = True) -> Tree:
     """Return {"params", "optimizer", "step"}: the initial state, in the form of checkpoints.
 
-    trainable: as in `StackOptions`; the optimizer has no state for frozen parameters.
+    trainable: as in `StackOptions`; the optimizer has no state for frozen parameters. With an
+    average, "optimizer" is {"average": trained parameters, "moments": the optimizer's state}.
     """
-    state = optimizer.init(trained_part(params, trainable))
+    trained = trained_part(params, trainable)
+    state = optimizer.init(trained)
+    if ema_of(optimizer) is not None:  # copies, because a step reuses the memory of both
+        state = {AVERAGE: jax.tree.map(jnp.copy, trained), MOMENTS: state}
     return {"params": params, "optimizer": state, "step": jnp.zeros((), jnp.int32)}
 
 
@@ -203,13 +212,22 @@ def apply_gradients(
     def run(grads: Tree, held: Tree, params: Tree, norm: Array) -> tuple[Tree, Tree]:
         return update(grads, held, params, norm=norm, **of_rank)
 
-    given = grads, state["optimizer"], trained, norm
+    ema = ema_of(optimizer)
+    held = state["optimizer"] if ema is None else state["optimizer"][MOMENTS]
+    given = grads, held, trained, norm
     updates, optimizer_state = ordered(run, after, *given) if _waits(optimizer) else run(*given)
     params = with_trained(optax.apply_updates(trained, updates), state["params"])
-    # 2. the counted parameters, which a skipped step leaves unchanged, too
-    is_guarded = not is_plain and counted and optimizer.skips_nonfinite
+    # 2. the counted parameters and the average, which a skipped step leaves unchanged, too
+    is_guarded = not is_plain and (counted or ema is not None) and optimizer.skips_nonfinite
     is_applied = jnp.isfinite(norm) if is_guarded else True
     params = reports.with_updated(params, reported, counted, by_layer.STAGED, is_applied=is_applied)
+    if ema is not None:
+
+        def mean(a: Array | None, p: Array) -> Array | None:
+            return None if a is None else a + jnp.where(is_applied, (1 - ema) * (p - a), 0)
+
+        average = jax.tree.map(mean, state["optimizer"][AVERAGE], params, is_leaf=is_none)
+        optimizer_state = {AVERAGE: average, MOMENTS: optimizer_state}
     return {"params": params, "optimizer": optimizer_state, "step": state["step"] + 1}
 
 

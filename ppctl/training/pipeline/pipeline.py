@@ -1,7 +1,7 @@
 """`Pipeline`: a model on a mesh that trains and evaluates, for commands and scripts."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -28,6 +28,7 @@ from ppctl.schedule.scheduled_step import ScheduledStep
 from ppctl.schedule.tick_lowering import Ticks
 from ppctl.training.pipeline.call_checks import StateChecks, check_natural, on_host, whole_number
 from ppctl.training.pipeline.engines.make_engine import Engine
+from ppctl.training.pipeline.engines.rank_states import GroupModel
 from ppctl.training.pipeline.engines.step_programs import Footprint, StepPrograms
 from ppctl.training.pipeline.engines.train_states import States, shardings_of
 from ppctl.training.pipeline.execution import Execution
@@ -57,7 +58,7 @@ class Pipeline:
     dtype: jnp.dtype  # compute dtype
     batch_shapes: Tree  # shapes and dtypes of a global batch
     engine: Engine
-    model: Model  # model with the shapes of one device
+    groups: Sequence[GroupModel]  # the model with the shapes of one device, by ranks of equal sizes
     lr_schedule: optax.Schedule | None = None
     examples: Tree = None  # first examples of the batch given to `ppctl.pipeline`
     metrics: Mapping[str, Metric] = field(default_factory=dict)
@@ -79,6 +80,15 @@ class Pipeline:
     def meshes(self) -> RankMeshes:
         """The mesh of each rank, and of natural order."""
         return self.engine.meshes
+
+    @property
+    def model(self) -> Model:
+        """The model with the shapes of one device of rank 0."""
+        return self.groups[0].model
+
+    def group_of(self, rank: int) -> GroupModel:
+        """Return the group of a rank."""
+        return self.groups[self.meshes.group_of[rank]]
 
     @property
     def layout(self) -> Layout:
@@ -159,7 +169,7 @@ class Pipeline:
             forwards. The latter are missing if vocab=parallel divides the head, because no rank has
             whole outputs (or a custom `DividedStack` has no `outputs`); `evaluate` has them.
         """
-        of_engine, placed = self._state_checks.checked(state), self.put(batch)
+        of_engine, placed = self._state_checks.checked(state, is_donated=True), self.put(batch)
         if "step" not in self._done:
             self.compile()
         found, metrics = self.engine.step(of_engine, placed)
@@ -237,6 +247,17 @@ class Pipeline:
         "layers"}, with layers [L, ...] in model order.
         """
         return of_author(self.stack, self.engine.params(self._state_checks.checked(state)))
+
+    def averaged(self, state: Tree) -> Tree:
+        """Return a state whose parameters are the average of `state`, with `ppctl.pipeline(ema=)`.
+
+        It is for `evaluate`, `predict`, `loss`, `params` and `flax_model`. It has the arrays of
+        `state`, so `step` refuses it. ConfigError if the pipeline has no average.
+        """
+        if self.optimizer.ema is None:
+            raise ConfigError("The pipeline has no average. Use ppctl.pipeline(..., ema=0.999).")
+        checks = self._state_checks
+        return checks.ordered(self.engine.averaged(checks.checked(state)), state)
 
     def flax_model(self, state: Tree) -> Any:
         """Return the model as a Flax module with a state's parameters.

@@ -298,18 +298,28 @@ def partition_for(
 
 
 def check_rows(groups: Sequence[GroupModel]) -> None:
-    """Raise ConfigError if ranks of unequal sizes pad sequences to other lengths."""
-    tokens = {}
+    """Raise ConfigError if ranks of unequal sizes hold rows that cannot be cut anew."""
+    rows = {}
     for _, layout_of, model in groups:
         sizes, axes = layout_of.of_rank.sizes, model.axes
         parts = sizes.num_devices // sizes.pp * axes.row_parts // axes.tp
-        tokens[axes.tp] = prod(model.x.shape[:-1]) * parts
-    if len(set(tokens.values())) > 1:
-        rows = " and ".join(f"{rows} rows with tp={tp}" for tp, rows in tokens.items())
+        rows[axes.tp] = prod(model.x.shape[:-1]) * parts
+    is_by_xla = any(group.model.auto for group in groups)
+    if len(rows) > 1 and (is_by_xla or not groups[0].model.axes.sequence_parallel):
+        why = "XLA divides this model over it (sharding)"
+        remedy = "the same tp on all ranks"
+        if not is_by_xla:
+            off = setting("executor.sequence_parallel", "false")
+            why = f"with {off} its devices hold summands of the same rows"
+            remedy += f", or {setting('executor.sequence_parallel', 'true')}"
+        sizes = ", ".join(map(str, rows))
+        raise ConfigError(f"The ranks have tp of {sizes}, but {why}. Use {remedy}.")
+    if len({*rows.values()}) > 1:
+        each = " and ".join(f"{number} rows with tp={tp}" for tp, number in rows.items())
         raise ConfigError(
             f"The ranks of {setting('mesh.ranks', 'unequal sizes')} pad the tokens of a microbatch "
-            f"to {rows}. Use sequences of a multiple of {lcm(*tokens)} tokens, or "
-            f"{setting('executor.sequence_parallel', 'false')}."
+            f"to {each}. Use sequences of a multiple of {lcm(*rows)} tokens, or the same tp on all "
+            "ranks."
         )
 
 

@@ -32,9 +32,13 @@ from ppctl.training.pipeline.pipeline_request import divided_stack
 
 
 def model_on(
-    pipe: Pipeline, hardware: Hardware | None, stack: Stack | None = None, imbalance: float = 1.0
+    pipe: Pipeline,
+    hardware: Hardware | None,
+    stack: Stack | None = None,
+    imbalance: float = 1.0,
+    rank: int = 0,
 ) -> Model:
-    """Return a pipeline's model on one device, with the kernels of `hardware`.
+    """Return a pipeline's model on one device of a rank, with the kernels of `hardware`.
 
     hardware: None for the hardware of the mesh. stack: the model with those kernels, if already
     made. imbalance: as in `StackOptions.counted`.
@@ -45,20 +49,29 @@ def model_on(
             stack = on_device(described_device(hardware) or pipe.meshes.device)
         stack = stack.counted(imbalance)
         if stack is pipe.stack:
-            return pipe.model
-    divided = divided_stack(stack, pipe.model.axes, pipe.batch_shapes)
-    return replace(pipe.model, stack=stack.in_shards(divided), parts=divided.parts)
+            return pipe.group_of(rank).model
+    model = pipe.group_of(rank).model
+    divided = divided_stack(stack, model.axes, pipe.batch_shapes)
+    return replace(model, stack=stack.in_shards(divided), parts=divided.parts)
 
 
 def pipeline_step(
-    pipe: Pipeline, counted: Model, machine: Machine | None = None, *, adds: bool = False
+    pipe: Pipeline,
+    counted: Model,
+    machine: Machine | None = None,
+    *,
+    adds: bool = False,
+    rank: int | None = None,
 ) -> Step:
-    """Return the step of a pipeline; counted: its model with the kernels to count."""
-    execution, model, schedule = pipe.execution, pipe.model, pipe.schedule
+    """Return the step of a pipeline; counted: its model with the kernels to count.
+
+    rank: one of ranks of unequal sizes or hardware; None: the largest of equal ones.
+    """
+    execution, schedule, group = pipe.execution, pipe.schedule, pipe.group_of(rank or 0)
+    model, of_rank = group.model, group.layout.of_rank
     examples, number = model.microbatch["inputs"].shape[0], schedule.num_microbatches
     example_bytes = tree_bytes(model.microbatch) // examples
-    sizes = [len(layers) for layers in pipe.partition]
-    largest = execution.engine.rank_layers(sizes, schedule.rank_of)
+    mesh = replace(of_rank.sizes, pp=schedule.num_ranks) if rank is not None else pipe.meshes.sizes
     # executor=reference adds whole gradients after each microbatch, and casts parameters before it
     is_alone = not execution.engine.is_pipelined
     optimizer, flops = pipe.optimizer, 0
@@ -66,8 +79,8 @@ def pipeline_step(
         flops = update_flops(optimizer.optimizer, optimizer.one_layer)
     return Step(
         work_of(counted),
-        param_bytes(pipe.states.natural, model, pipe.layout.of_rank.shards, flops),
-        PlannedLayout(pipe.meshes.sizes, largest, max(sizes), schedule.vocab_parts),
+        param_bytes(pipe.states.natural, model, of_rank.shards, flops),
+        PlannedLayout(mesh, *layers_of(pipe, rank), schedule.vocab_parts),
         Microbatch(examples, number, example_bytes, execution.remat),
         machine,
         execution.gather,
@@ -75,6 +88,15 @@ def pipeline_step(
         adds=adds and not is_alone,
         casts=number if is_alone else 1,
     )
+
+
+def layers_of(pipe: Pipeline, rank: int | None = None) -> tuple[int, int]:
+    """Return the number of layers of a rank and of its largest stage; None: the largest rank."""
+    sizes, rank_of = [len(layers) for layers in pipe.partition], pipe.schedule.rank_of
+    if rank is not None:
+        sizes = [n for n, r in zip(sizes, rank_of, strict=True) if r == rank]
+        rank_of = (0,) * len(sizes)
+    return pipe.execution.engine.rank_layers(sizes, rank_of), max(sizes)
 
 
 @dataclass(frozen=True)

@@ -171,9 +171,9 @@ def _check(
 def state_from(job: TrainingJob) -> Tree | None:
     """Return the state before step 1 with the newest parameters of run.start_from.
 
-    It has natural order and a new optimizer state; None if run.start_from is null. With
-    optim.train=lora, parameters without adapters become the base of new adapters. CheckpointError
-    if the parameters are missing or do not fit.
+    It has natural order and a new optimizer state; None if run.start_from is null. A run with
+    optim.ema gives its average, as to exports. With optim.train=lora, parameters without adapters
+    become the base of new adapters. CheckpointError if the parameters are missing or do not fit.
     """
     # 1. the parameters
     lora, directory = lora_of(job.config.optim), job.config.run.start_from

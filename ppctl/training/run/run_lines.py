@@ -42,6 +42,8 @@ def describe(job: TrainingJob, start: int, changed: Sequence[Change] = ()) -> It
     yield f"mesh      {config.mesh.axes_text} on {devices}"
     # 2. the schedule and its programs
     yield from _schedule_lines(job)
+    if (ema := config.optim.ema) is not None:
+        yield f"average   evaluations use the average of the parameters (optim.ema={ema:g})"
     # 3. the run directory
     where = f"resuming after step {start}" if start else "from the start"
     yield f"run       {config.run.dir}, {where}"

@@ -90,24 +90,24 @@ class SavedRun:
         with _own_code(self):
             return open_data(self.config)
 
-    def params(self, step: int | None = None) -> Tree:
+    def params(self, step: int | None = None, *, average: bool = True) -> Tree:
         """Return all parameters of a checkpoint on the first device, with adapters merged.
 
         Args:
             step: Step of the checkpoint; None for the newest.
+            average: Whether to use the average of a run with optim.ema, as other methods do.
 
         Returns:
             For a `Network`, the tree that its `init` returns. For any other model, {"embed_head":
             embedding and head, "layers": arrays [L, ...] in model order}.
 
         Raises:
-            CheckpointError: The checkpoint is missing or damaged, or the parameters of the model's
-                code have changed since.
+            CheckpointError: The checkpoint is missing, damaged, or does not fit the model's code.
             ConfigError: The model's code cannot be imported.
         """
 
         def read(step: int) -> Tree:
-            natural = self._natural(step)
+            natural = self._natural(step, average=average)
             if not isinstance(self.config.model, settings.CustomModel):
                 return natural
             network = self._fitting(step, natural).options.network
@@ -196,9 +196,9 @@ class SavedRun:
         of_batch = partial(reference, self._stack, num_microbatches=1, remat="none")
         return jax.jit(of_batch(dtype=self._dtype, with_grads=False))
 
-    def _natural(self, step: int) -> Tree:
+    def _natural(self, step: int, *, average: bool = True) -> Tree:
         _ = self._dtype  # raises for float64 if JAX has 32 bits
-        return stored.merged_params(self._checkpoints, step, all_devices()[0])
+        return stored.merged_params(self._checkpoints, step, all_devices()[0], average=average)
 
     @cached_property
     def _trained(self) -> Callable[[int], tuple[Stack, Tree]]:

@@ -30,6 +30,7 @@ from ppctl.training.verification.verify_pipeline import (
     compare_trees,
     compared,
     in_layers,
+    narrower_dtype,
     rounding_of,
 )
 
@@ -40,7 +41,7 @@ SHIFTS = (0.0, -1.0, 1.0)  # shifts of the gradients, in tolerances; the first i
 
 @dataclass(frozen=True)
 class PlainSteps:
-    """The expected first train steps. Trees are {"params", "optimizer"} in natural order."""
+    """The expected first train steps. Trees: {"params", "optimizer", "average" with optim.ema}."""
 
     clip_norm: float | None
     numbers: tuple[dict[str, float], ...]  # metrics of each step, by name
@@ -97,22 +98,22 @@ class PlainModel:
             norm = optax.tree.norm(grads)
             clipping = optax.clip_by_global_norm(max_norm)
             grads, _ = clipping.update(grads, clipping.init(grads))
-            least = rounding_of(grads)  # smallest tolerance: gradients may cancel to about 0
+            least = rounding_of(grads, narrower_dtype(self.job.pipe))  # some cancel to about 0
             sizes = jax.tree.map(lambda g: jnp.maximum(tolerance * jnp.abs(g).max(), least), grads)
             grads = jax.tree.map(lambda g, size: g + (shift * size).astype(g.dtype), grads, sizes)
             trained, grads = trained_of(state["params"]), by_layer(grads)
             apply = optax.with_extra_args_support(optimizer).update
             updates, optimizer_state = apply(grads, state["optimizer"], trained, norm=norm)
-            trained = stacked(optax.apply_updates(trained, updates))
-            params = with_trained(trained, state["params"])
+            params = with_trained(stacked(optax.apply_updates(trained, updates)), state["params"])
             is_applied = jnp.isfinite(norm) if rule == "skip" else True
             params = with_updated(params, given, counted, 1, is_applied=is_applied)
-            return {"params": params, "optimizer": optimizer_state}
+            average = self._average(params, state, is_applied)
+            return {"params": params, "optimizer": optimizer_state, **average}
 
         # 2. the steps, for each shift
         optimizer_state = compiled_quickly(optimizer.init)(trained_of(self.params))
         optimizer_state = jax.device_get(optimizer_state)
-        before = {"params": self.params, "optimizer": optimizer_state}
+        before = {"params": self.params, "optimizer": optimizer_state, **self._average(self.params)}
         states, numbers = [before] * len(SHIFTS), []
         compiled_update, lr_of = compiled_quickly(update), compiled_quickly(lr_schedule)
         for k, batch in enumerate(islice(data.batches(), num_steps)):
@@ -129,11 +130,27 @@ class PlainModel:
         changes = (jax.tree.map(lambda a, b: np.abs(b - a), after, each) for each in shifted)
         slack, eval_loss = jax.tree.map(np.maximum, *changes), None
         if config.run.eval_every is not None:
-            batches = data.eval_batches(num_compared_batches(self.job))
-            pairs = (jax.device_get(self.losses(after["params"], batch)) for batch in batches)
-            total, number = map(sum, zip(*pairs, strict=True))
-            eval_loss = float(total) / max(1.0, float(number))
+            eval_loss = self._eval_loss(after)
         return PlainSteps(clip_norm, tuple(numbers), before, after, slack, eval_loss)
+
+    def _average(self, params: Tree, before: Tree = None, is_applied: Any = True) -> Tree:
+        """Return {"average": average after a step}, {} without optim.ema; before: state before."""
+        ema, trainable = self.job.config.optim.ema, self.job.pipe.stack.options.trainable
+        if ema is None:
+            return {}
+        trained = trained_part(params, trainable)
+        if before is None:
+            return {"average": trained}
+        mean = lambda a, p: jnp.where(is_applied, ema * a + (1 - ema) * p, a)  # noqa: E731
+        return {"average": jax.tree.map(mean, before["average"], trained)}
+
+    def _eval_loss(self, state: Tree) -> float:
+        """Return the mean loss of the held-out batches by the average, if the state has one."""
+        params = with_trained(state.get("average", state["params"]), state["params"])
+        batches = self.job.data.eval_batches(num_compared_batches(self.job))
+        pairs = (jax.device_get(self.losses(params, batch)) for batch in batches)
+        total, number = map(sum, zip(*pairs, strict=True))
+        return float(total) / max(1.0, float(number))
 
 
 def by_layer(params: Tree) -> Tree:

@@ -120,7 +120,7 @@ def verify_gradients(
 ) -> Verification:
     """Return the comparison of (losses, gradients): plain, on the host, and of the pipeline."""
     (loss, grads), (losses, expected), tolerance = found, plain, tolerance_of(pipe)
-    least = float(rounding_of(expected, np)) / tolerance
+    least = float(rounding_of(expected, narrower_dtype(pipe), np)) / tolerance
     expected, grads = (of_author(pipe.stack, tree) for tree in (expected, grads))
     leaves = in_layers(pipe.stack, compare_trees(expected, grads, least=least))
     return Verification(compared(loss, losses[LOSS]), leaves, tolerance)
@@ -131,8 +131,14 @@ def tolerance_of(pipe: Pipeline) -> float:
     or a narrower one that the model casts to.
     """
     held = {str(a.dtype) for a in jax.tree.leaves(pipe.states.natural["params"])}
-    rounded = str(rounded_dtype(pipe.stack, pipe.batch_shapes, pipe.dtype))
+    rounded = str(narrower_dtype(pipe) or pipe.dtype)
     return max(TOLERANCE[dtype] for dtype in {*held, rounded} & {*TOLERANCE})
+
+
+def narrower_dtype(pipe: Pipeline) -> jnp.dtype | None:
+    """Return the dtype narrower than that of compute that the model casts to; None: no cast."""
+    rounded = rounded_dtype(pipe.stack, pipe.batch_shapes, pipe.dtype)
+    return None if rounded == pipe.dtype else rounded
 
 
 def compared(value: Any, reference: Any) -> Number:
@@ -145,14 +151,15 @@ def compared(value: Any, reference: Any) -> Number:
     return Number(value, reference, abs(value - reference) / (abs(reference) or 1.0))
 
 
-def rounding_of(grads: Tree, library: Any = jnp) -> Any:
+def rounding_of(grads: Tree, narrower: jnp.dtype | None, library: Any = jnp) -> Any:
     """Return the absolute tolerance for gradients that cancel to 0, given all gradients.
 
+    narrower: dtype that the model casts to (`narrower_dtype`), whose rounding the gradients have.
     library: np for arrays on the host, for which jnp would compile programs.
     """
     leaves = jax.tree.leaves(grads)
     largest = library.stack([library.abs(g).max() for g in leaves]).max()
-    return ROUNDINGS * jnp.finfo(leaves[0].dtype).eps * largest
+    return ROUNDINGS * float(jnp.finfo(narrower or leaves[0].dtype).eps) * largest
 
 
 def in_layers(stack: Stack, leaves: Iterable[Leaf]) -> tuple[Leaf, ...]:

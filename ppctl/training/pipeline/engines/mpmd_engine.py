@@ -22,6 +22,7 @@ from ppctl.executors.mpmd.mpmd_runtime import Runtime
 from ppctl.executors.parameter_layout import BATCH
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.stack import metric_means, number_of
+from ppctl.model.trainable_parameters import averaged
 from ppctl.schedule.ir import Task
 from ppctl.schedule.scheduled_step import ScheduledStep
 from ppctl.training.pipeline.engines import step_programs as steps
@@ -90,6 +91,9 @@ class Mpmd:
     def params(self, state: Tree) -> Tree:
         of_ranks = [each["params"] for each in self.settled(state)]
         return self._alone(lambda: self.rank_states.to_natural(of_ranks, "params"))
+
+    def averaged(self, state: Tree) -> Tree:
+        return tuple(map(averaged, self.settled(state)))
 
     def settled(self, state: Tree) -> Tree:
         """Return the trees of the ranks."""
@@ -273,6 +277,9 @@ class PostValidated(Mpmd):
 
     def from_natural(self, state: Tree) -> Attempt:
         return Attempt(super().from_natural(state))
+
+    def averaged(self, state: Attempt) -> Attempt:
+        return Attempt(super().averaged(state))
 
     def compile(self, *, evaluate: bool) -> steps.Footprint:
         footprint = super().compile(evaluate=evaluate)

@@ -21,6 +21,7 @@ from ppctl.executors.work.rank_bytes import RankSizes, rank_bytes
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.random_keys import SEED, key_of_seed, with_example_keys
 from ppctl.model.stack import shapes_like
+from ppctl.model.trainable_parameters import averaged
 from ppctl.training.pipeline.engines import step_programs as steps
 from ppctl.training.pipeline.engines.train_states import PlacedBatches, States, shardings_of
 from ppctl.training.pipeline.optimizers import Optimizer, train_step
@@ -71,6 +72,10 @@ class OneProgram:
     def params(self, state: Tree) -> Tree:
         """Return a state's parameters in natural order on the whole mesh."""
         return self.under_way.ended(self.states.params_to_natural(state["params"]))
+
+    def averaged(self, state: Tree) -> Tree:
+        """Return a state with the average, if it has one, as parameters; it shares its arrays."""
+        return averaged(state)
 
     @property
     def state_shapes(self) -> Tree:

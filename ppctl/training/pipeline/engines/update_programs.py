@@ -11,11 +11,11 @@ import optax
 from ppctl.executors.mpmd.dispatch_plan import ProgramId
 from ppctl.executors.mpmd.program_library import ProgramLibrary
 from ppctl.executors.mpmd.rank_programs import with_shared
-from ppctl.executors.outer_layers import is_none
 from ppctl.executors.parameter_layout import gathered, sharded_over
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.layer_reports import counted_part, divided_by, without_counted
 from ppctl.model.stack import divisor, metric_means
+from ppctl.model.trainable_parameters import is_none
 from ppctl.training.pipeline import optimizers as optim
 from ppctl.training.pipeline.engines.rank_states import RankStates
 from ppctl.training.pipeline.engines.step_plans import StepPlans
@@ -37,9 +37,10 @@ class UpdatePrograms:
         # 1. the specs of each rank's state
         ranks, layout, self.model = states.groups[group]
         self.num_ranks, self.whole, self.lr_schedule = len(plans.ranks), optimizer, lr_schedule
-        self.is_plain = isinstance(optimizer, optax.GradientTransformation)
-        is_of_group = self.is_plain or optimizer.layout is layout
-        self.optimizer = optimizer if is_of_group else replace(optimizer, layout=layout)
+        self.optimizer, self.is_plain = optimizer, True
+        if not isinstance(optimizer, optax.GradientTransformation):
+            self.is_plain, is_of_group = False, optimizer.layout is layout
+            self.optimizer = optimizer if is_of_group else replace(optimizer, layout=layout)
         counted = optim.counted_by(optimizer)
         is_elementwise = getattr(self.optimizer, "is_elementwise", True) and not counted
         # 2. the programs
