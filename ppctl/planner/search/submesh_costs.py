@@ -7,8 +7,7 @@ is divided over dp, fsdp, ep, tp and cp in every way that the model and the batc
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -110,14 +109,12 @@ class SubmeshCosts:
     gather: str
     unroll: float
     layer_costs: tuple[float, ...] | None = None  # as in `Space`
+    room: float = 1.0  # share of the memory that stages may use, 0..1
+    memo: dict[Any, Any] = field(default_factory=dict[Any, Any], repr=False)
 
     @property
     def num_devices(self) -> int:
         return sum(each.number for each in self.chips)
-
-    @cached_property
-    def _memo(self) -> dict[Any, Any]:
-        return {}
 
     def options(self, number: int, remat: Remat, cp: int) -> list[Option]:
         """Return the submeshes for `number` microbatches, without those that others surpass.
@@ -161,10 +158,11 @@ class SubmeshCosts:
         seconds, in_flight = np.choose(kind, of_kinds), costs.in_flight[kind, layers]
         is_possible = (end > first) & (in_flight > 0)
         sends = (first > 0).astype(int) + (end < last)  # activations on, gradients back
-        way_s = np.where(is_possible, seconds + sends * costs.hop_s, np.inf)
-        rest_s = (number - 1) * seconds + costs.overhead_s[kind, layers]
+        way_s = seconds + sends * costs.hop_s
+        # as few microbatches are in flight as there are stages, so sends delay each of them
+        rest_s = (number - 1) * way_s + costs.overhead_s[kind, layers]
+        way_s, rest_s = (np.where(is_possible, each, np.inf) for each in (way_s, rest_s))
         most = np.where(in_flight >= number, last, in_flight)
-        rest_s = np.where(is_possible, rest_s, np.inf)
         return Submesh(label, label.sizes.num_devices, starts, way_s, rest_s, most)
 
     def _costs(self, chips: Chips, sizes: MeshSizes, microbatch: Microbatch) -> Costs:
@@ -177,16 +175,16 @@ class SubmeshCosts:
         links = tuple(over[axis] for axis in STAGE_AXES)
         gathers = (sizes.fsdp, over["fsdp"]) if self.gather == "layer" else ()
         key = (id(chips), division, examples, remat, links, gathers)
-        if key not in self._memo:
-            self._memo[key] = self._seconds(step), self._temporaries(step)
-        seconds, temporaries = self._memo[key]
-        if (key := (id(chips), sizes)) not in self._memo:
-            self._memo[key] = self._overhead_s(step, model)
+        if key not in self.memo:
+            self.memo[key] = self._seconds(step), self._temporaries(step)
+        seconds, temporaries = self.memo[key]
+        if (key := (id(chips), sizes)) not in self.memo:
+            self.memo[key] = self._overhead_s(step, model)
         many = self.num_devices > (machine.host_devices or self.num_devices)
         link = machine.network if many and machine.network is not None else machine.link
         hop_s = np.array([link.hop_s(examples * model.work.x_bytes)])
-        in_flight = self._in_flight(step, model, temporaries, chips.room_bytes)
-        return Costs(seconds, self._memo[key], in_flight, hop_s)
+        in_flight = self._in_flight(step, model, temporaries, self.room * chips.room_bytes)
+        return Costs(seconds, self.memo[key], in_flight, hop_s)
 
     def _seconds(self, step: Step) -> np.ndarray:
         """Return the seconds of a microbatch in a stage, forward and backward."""
@@ -253,11 +251,11 @@ class SubmeshCosts:
 
     def _shares(self, model: DeviceModel) -> list[RankShare]:
         """Return the undivided embedding and head, with the batch of one example."""
-        if (key := id(model)) not in self._memo:
+        if (key := id(model)) not in self.memo:
             counted = model.counted
             embed_head, batch = counted.held["embed_head"], counted.microbatch
             trained = trained_part(embed_head, counted.stack.trains("embed_head"))
-            self._memo[key] = [
+            self.memo[key] = [
                 RankShare(
                     embed_head=tree_bytes(keep(embed_head, use)),
                     trained_embed_head=tree_bytes(keep(trained, use)),
@@ -265,7 +263,7 @@ class SubmeshCosts:
                 )
                 for use, name in zip(counted.outer.uses, ("inputs", "targets"), strict=True)
             ]
-        return self._memo[key]
+        return self.memo[key]
 
 
 def undominated(options: Mapping[MeshSizes, Sequence[Costs]]) -> Iterator[MeshSizes]:

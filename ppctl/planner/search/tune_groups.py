@@ -4,16 +4,31 @@ Next to them the fastest of equal ranks, found in the same way: both are 1F1B wi
 freely, so their ratio is the gain of unequal ranks alone.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
 
-from ppctl.planner.search.submesh_costs import Option, SubmeshCosts, by_axes
+import jax.numpy as jnp
+
+from ppctl.config import AutoHardware, Config, Hardware, Mesh, Tune, Uniform, check
+from ppctl.config.groups.layout_settings import Explicit, RankAxes
+from ppctl.config.schedule_from_config import named
+from ppctl.data.dataset import DataSet
+from ppctl.errors import ConfigError
+from ppctl.executors.model_shapes import tree_bytes
+from ppctl.planner.cost.predict_step import PipelinePlan, hardware_named, predict_job
+from ppctl.planner.search.layout_search import SearchEnded, SearchProgress
 from ppctl.planner.search.layout_space import divisors
+from ppctl.planner.search.submesh_costs import Chips, Option, SubmeshCosts, by_axes
+from ppctl.planner.search.tune_layouts import layer_costs, model_of, stage_models, target_of
 from ppctl.planner.search.unequal_groups import Stages, fastest_stages
-from ppctl.schedule.mesh_axes import MeshSizes
+from ppctl.schedule.mesh_axes import RANK_AXES, MeshSizes, equal_runs
 from ppctl.schedule.remat import Remat
+from ppctl.training.pipeline.job import assemble, batch_shapes, open_data
+
+TRIES = 4  # maximum number of searches, each with less memory if `ppctl plan` predicts more
 
 
 @dataclass(frozen=True)
@@ -42,40 +57,204 @@ class GroupLayout:
         return tuple(stage.end_layer - stage.first_layer for stage in self.stages.stages)
 
 
-def fastest_groups(
-    costs: SubmeshCosts,
-    remats: Sequence[Remat],
-    cps: Sequence[int],
-    watch: Callable[[], None] = lambda: None,
-) -> tuple[GroupLayout | None, GroupLayout | None]:
-    """Return the fastest layout of equal ranks, and of any ranks; None if none fits.
+@dataclass(frozen=True)
+class PlannedGroups:
+    """A layout with the prediction of `ppctl plan`, and its request."""
 
-    watch: called often; may raise to end the search.
+    layout: GroupLayout
+    plan: PipelinePlan
+    request: Config
+
+    @property
+    def step_s(self) -> float:
+        assert self.plan.step_s is not None, "unknown hardware is not tuned for"
+        return self.plan.step_s
+
+
+@dataclass(frozen=True)
+class TunedGroups:
+    """The fastest layouts of equal and of any ranks. None: none fits, or the search ended early."""
+
+    equal: PlannedGroups | None
+    unequal: PlannedGroups | None
+    devices: str
+    num_devices: int
+    search_s: float
+    ended_by: str | None = None  # reason of an early end
+
+
+def tune_groups(config: Config, progress: SearchProgress) -> TunedGroups:
+    """Return the fastest layouts of equal and of any ranks. ConfigError for a bad request.
+
+    A layout that `ppctl plan` predicts to need more memory than the search counts is searched again
+    with less room.
     """
-    sizes = costs.num_layers, costs.num_devices
-    sets = list[tuple[Remat, list[Option]]]()
+    # 1. the submeshes and their costs
+    _check(config)
+    data, began = open_data(config), time.perf_counter()
+    costs, ended_by = costs_of(config, data), None
+    progress.began_s = time.monotonic()
+
+    def watch() -> None:
+        if progress.early_end is not None:
+            raise SearchEnded
+
+    def fastest(costs: SubmeshCosts, below: float, *, equal: bool) -> PlannedGroups | None:
+        for _ in range(TRIES):
+            layout = fastest_groups(costs, config.tune, watch, below, equal=equal)
+            if layout is None:
+                return None
+            planned = _planned(config, layout)
+            if (share := _filled(planned.plan)) <= 1.0:
+                return planned
+            costs = replace(costs, room=costs.room / share * 0.995)
+        return None
+
+    # 2. the fastest, as planned
+    equal = unequal = None
+    try:
+        equal = fastest(costs, inf, equal=True)
+        # equal ranks are among the unequal ones, which are at least as fast
+        below = inf if equal is None else equal.layout.seconds
+        unequal = fastest(costs, below, equal=False) or equal
+    except SearchEnded:
+        ended_by = progress.early_end
+    chips = " and ".join(f"{each.number} x {each.name}" for each in costs.chips)
+    seconds = time.perf_counter() - began
+    return TunedGroups(equal, unequal, chips, costs.num_devices, seconds, ended_by)
+
+
+def _check(config: Config) -> None:
+    for stated, use, is_wrong in (
+        (f"executor={config.executor.name}", "executor=mpmd", config.executor.name != "mpmd"),
+        (f"mesh.order={config.mesh.order}", "auto", config.mesh.order != "auto"),
+        (f"plan.topology={config.plan.topology}", "null, and hardware", config.plan.topology),
+    ):
+        if is_wrong:
+            what = "tune.groups=unequal gives ranks meshes of unequal sizes, device by device"
+            raise ConfigError(f"{what}, which {stated} does not allow. Use {use}.")
+    if config.tune.cluster and isinstance(config.hardware, Hardware):
+        raise ConfigError(
+            f"hardware={config.hardware.name} and tune.cluster both state the chips. Leave out "
+            "hardware."
+        )
+
+
+def of_one_kind(config: Config) -> Config | None:
+    """Return the request with a cluster as tune.devices and hardware; None: chips differ."""
+    cluster = config.tune.cluster
+    if len({each.hardware for each in cluster}) > 1:
+        return None
+    if not cluster:
+        return config
+    number = sum(_number(each.hosts, each.hardware) for each in cluster)
+    tune = replace(config.tune, devices=number, cluster=[])
+    return replace(config, tune=tune, hardware=hardware_named(cluster[0].hardware))
+
+
+def _number(hosts: int, name: str) -> int:
+    hardware = hardware_named(name)
+    number = hardware.host_devices if isinstance(hardware, Hardware) else None
+    if number is None:
+        raise ConfigError(
+            f"tune.cluster: hardware={name} states no devices of a host. Use hardware with a "
+            "network, or tune.devices."
+        )
+    return hosts * number
+
+
+def costs_of(config: Config, data: DataSet) -> SubmeshCosts:
+    """Return the costs of submeshes for a request."""
+    batch, one = batch_shapes(data), of_one_kind(config)
+    if one is not None:
+        number = one.tune.devices or one.mesh.num_devices
+        kinds = [(one.hardware, number)]
+    else:
+        cluster = config.tune.cluster
+        kinds = [
+            (hardware_named(each.hardware), _number(each.hosts, each.hardware)) for each in cluster
+        ]
+    chips, costs = list[Chips](), None
+    for hardware, number in kinds:
+        target = target_of(config, hardware, number)
+        stack, optimizer = model_of(config, target, data)
+        host = target.machine.host_devices or number
+        whole = replace(target, number=-(-number // host) * host)  # partly filled hosts too
+        how = config.executor, config.tune, optimizer, stack, batch, whole
+        room = inf if target.limit is None else target.limit.size_bytes
+        speeds = target.machine, room, number, target.adds_products
+        chips.append(Chips(target.hardware.name, *speeds, *stage_models(*how)))
+        costs = layer_costs(config.executor, stack, batch, jnp.dtype(target.dtype))
+    size, executor = data.batch_size, config.executor
+    sizes = stack.num_layers, size, tree_bytes(batch) // size
+    return SubmeshCosts(*sizes, tuple(chips), executor.gather, executor.unroll, costs)
+
+
+def _filled(plan: PipelinePlan) -> float:
+    """Return the share of a device's memory that the fullest rank needs; 0: no limit."""
+    pairs = zip(plan.total_bytes, plan.limits, strict=True)
+    return max((n / limit.size_bytes for n, limit in pairs if limit), default=0.0)
+
+
+def _planned(config: Config, layout: GroupLayout) -> PlannedGroups:
+    """Return a layout with the prediction of `ppctl plan`."""
+    # 1. the mesh, and the chips if they differ
+    ranks, hardware = layout.ranks, config.hardware
+    if len({*ranks}) == 1:
+        mesh = Mesh(**replace(ranks[0], pp=len(ranks)).by_axis)
+    else:
+        runs = ((number, sizes.only(RANK_AXES).by_axis) for number, sizes in equal_runs(ranks))
+        each = (
+            {k: n for k, n in sizes.items() if k in RANK_AXES} | {"ranks": number}
+            for number, sizes in runs
+        )
+        mesh = Mesh(pp=len(ranks), ranks=[RankAxes(**sizes) for sizes in each])
+    if config.tune.cluster:
+        one = len({*layout.chips}) == 1
+        names = [*layout.chips]
+        hardware = hardware_named(names[0]) if one else AutoHardware(ranks=names)
+
+    # 2. the request
+    counts = layout.layers
+    is_even = counts == tuple(sorted(counts, reverse=True)) and counts[0] - counts[-1] <= 1
+    request = replace(
+        config,
+        mesh=mesh,
+        hardware=hardware,
+        schedule=named("1f1b", layout.num_microbatches, 1),
+        partition=Uniform() if is_even else Explicit(layers=[*counts]),
+        executor=replace(config.executor, remat=str(layout.remat)),
+        tune=Tune(),
+    )
+    check(request)
+    job = assemble(request, on_one_device=True, only_planned=True)
+    return PlannedGroups(layout, predict_job(job), request)
+
+
+def fastest_groups(
+    costs: SubmeshCosts, tune: Tune, watch: Callable[[], None], below: float = inf, *, equal: bool
+) -> GroupLayout | None:
+    """Return the fastest layout of equal, or of any ranks; None: none fits and is below `below`.
+
+    watch: called often; may raise to end the search. below: seconds of a step.
+    """
+    # 1. the submeshes for each number of microbatches and remat
+    remats = [Remat.of(each) for each in tune.remat or tune.REMAT]
+    cps = sorted({each.cp for chips in costs.chips for each in chips.divisions})
+    sizes, sets = (costs.num_layers, costs.num_devices), list[tuple[float, Remat, list[Option]]]()
     for number, remat, cp in product(divisors(costs.batch_size), remats, cps):
         watch()
-        if options := costs.options(number, remat, cp):
-            sets.append((remat, options))
+        options = costs.options(number, remat, cp)
+        for each in by_axes(options) if equal else [options] * bool(options):
+            sets.append((min(one.least_s(*sizes) for one in each), remat, each))
 
-    def fastest(sets: Sequence[tuple[Remat, list[Option]]], best_s: float) -> GroupLayout | None:
-        """Return the fastest layout from one of the sets of submeshes below best_s."""
-        least = [(min(each.least_s(*sizes) for each in options), i) for i, (_, options) in enumerate(sets)]
-        best = None
-        for least_s, i in sorted(least):
-            watch()
-            remat, options = sets[i]
-            if costs.layer_costs is None and least_s >= best_s:
-                break
-            submeshes = [costs.submesh(each) for each in options]
-            stages = fastest_stages(*sizes, submeshes, best_s)
-            if stages is not None:
-                best, best_s = GroupLayout(stages, options[0].number, remat), stages.seconds
-        return best
-
-    alike = [(remat, each) for remat, options in sets for each in by_axes(options)]
-    equal = fastest(alike, inf)
-    # equal ranks are among the unequal ones, which are at least as fast
-    unequal = fastest(sets, inf if equal is None else equal.seconds)
-    return equal, unequal or equal
+    # 2. the fastest of each, most promising first
+    best, best_s = None, below
+    for least_s, remat, options in sorted(sets, key=lambda each: each[0]):
+        watch()
+        if costs.layer_costs is None and least_s >= best_s:
+            break
+        stages = fastest_stages(*sizes, [costs.submesh(each) for each in options], best_s)
+        if stages is not None:
+            best, best_s = GroupLayout(stages, options[0].number, remat), stages.seconds
+    return best
