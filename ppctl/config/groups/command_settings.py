@@ -118,6 +118,7 @@ class Tune(
     # values of executor.remat; None: all
     remat: list[Annotated[str, checks.one_of(*Remat)]] | None = None
     max_chunks: MaxChunks = 4  # maximum stages per rank
+    microbatches: list[Count] | None = None  # numbers of microbatches; None: all that divide
     # values of schedule.vocab; None: all that executor and model support
     vocab: list[Annotated[str, checks.one_of(*Schedule.VOCAB)]] | None = None
     best: Annotated[int, checks.up_to(1000, "each is built to be predicted")] = 10  # layouts shown
@@ -176,15 +177,12 @@ class Tune(
                 f"tune.devices={self.devices} and tune.cluster both state the devices. Leave out "
                 "one of them."
             )
+        families = self.schedules or ["1f1b"]
         lacking = [
             (f"tune.devices={self.devices}", "one number", isinstance(self.devices, list)),
             (f"tune.measure={self.measure}", "0", self.measure),
             (f"tune.launch={self.launch}", "null", self.launch),
-            (
-                f"tune.schedules={self.schedules}",
-                "1f1b",
-                "1f1b" not in (self.schedules or ["1f1b"]),
-            ),
+            (f"tune.schedules={families}", "1f1b", "1f1b" not in families),
             (f"tune.vocab={self.vocab}", "whole", "whole" not in (self.vocab or ["whole"])),
         ]
         for stated, use, is_wrong in lacking:

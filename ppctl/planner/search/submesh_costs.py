@@ -1,4 +1,4 @@
-"""The submeshes of a cluster for `unequal_groups`, with predicted seconds and bytes of their stages.
+"""The submeshes of a cluster for `unequal_groups`, with the predicted costs of their stages.
 
 Submeshes are those of Alpa (arXiv 2201.12023, section 5.2): a part of a host, or whole hosts. Each
 is divided over dp, fsdp, ep, tp and cp in every way that the model and the batch allow.
@@ -32,10 +32,11 @@ ALL_SIZES = 16  # a host of at most this many devices is cut into any sizes; lar
 
 
 class Label(NamedTuple):
-    """The hardware and the axes of a submesh."""
+    """The hardware and the axes of a submesh, and the number of its hosts."""
 
     chip: str
     sizes: MeshSizes
+    hosts: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,9 +51,14 @@ class Chips:
     models: DeviceModels
     divisions: tuple[MeshSizes, ...]  # sizes of `STAGE_AXES`
 
+    @property
+    def host(self) -> int:
+        """Return the number of devices of a host."""
+        return min(self.machine.host_devices or self.number, self.number)
+
     def submeshes(self) -> Iterator[tuple[int, list[int]]]:
         """Yield (number of devices, numbers of the first device) of all submeshes."""
-        host = min(self.machine.host_devices or self.number, self.number)
+        host = self.host
         for size in range(1, host + 1):
             if host <= ALL_SIZES or size & (size - 1) == 0:
                 starts = range(self.number - size + 1)
@@ -139,7 +145,7 @@ class SubmeshCosts:
                     costs[sizes] = [self._costs(chips, sizes, how) for chips, _ in placed]
             for sizes in undominated(costs):
                 found += [
-                    Option(Label(chips.name, sizes), starts, number, each)
+                    Option(Label(chips.name, sizes, -(-size // chips.host)), starts, number, each)
                     for (chips, starts), each in zip(placed, costs[sizes], strict=True)
                 ]
         return found

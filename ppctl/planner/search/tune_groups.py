@@ -90,7 +90,7 @@ def tune_groups(config: Config, progress: SearchProgress) -> TunedGroups:
     with less room.
     """
     # 1. the submeshes and their costs
-    _check(config)
+    check_groups(config)
     data, began = open_data(config), time.perf_counter()
     costs, ended_by = costs_of(config, data), None
     progress.began_s = time.monotonic()
@@ -99,9 +99,9 @@ def tune_groups(config: Config, progress: SearchProgress) -> TunedGroups:
         if progress.early_end is not None:
             raise SearchEnded
 
-    def fastest(costs: SubmeshCosts, below: float, *, equal: bool) -> PlannedGroups | None:
+    def fastest(costs: SubmeshCosts, below: float = inf, **how: bool) -> PlannedGroups | None:
         for _ in range(TRIES):
-            layout = fastest_groups(costs, config.tune, watch, below, equal=equal)
+            layout = fastest_groups(costs, config.tune, watch, below, **how)
             if layout is None:
                 return None
             planned = _planned(config, layout)
@@ -113,10 +113,13 @@ def tune_groups(config: Config, progress: SearchProgress) -> TunedGroups:
     # 2. the fastest, as planned
     equal = unequal = None
     try:
-        equal = fastest(costs, inf, equal=True)
-        # equal ranks are among the unequal ones, which are at least as fast
-        below = inf if equal is None else equal.layout.seconds
-        unequal = fastest(costs, below, equal=False) or equal
+        for idle in (False, True):  # devices are idle only if no layout has all
+            equal = fastest(costs, equal=True, idle=idle)
+            # equal ranks are among the unequal ones, which are at least as fast
+            below = inf if equal is None else equal.layout.seconds
+            unequal = fastest(costs, below, equal=False, idle=idle) or equal
+            if unequal is not None:
+                break
     except SearchEnded:
         ended_by = progress.early_end
     chips = " and ".join(f"{each.number} x {each.name}" for each in costs.chips)
@@ -124,7 +127,8 @@ def tune_groups(config: Config, progress: SearchProgress) -> TunedGroups:
     return TunedGroups(equal, unequal, chips, costs.num_devices, seconds, ended_by)
 
 
-def _check(config: Config) -> None:
+def check_groups(config: Config) -> None:
+    """Raise ConfigError for a request that has no unequal ranks."""
     for stated, use, is_wrong in (
         (f"executor={config.executor.name}", "executor=mpmd", config.executor.name != "mpmd"),
         (f"mesh.order={config.mesh.order}", "auto", config.mesh.order != "auto"),
@@ -203,12 +207,11 @@ def _planned(config: Config, layout: GroupLayout) -> PlannedGroups:
     if len({*ranks}) == 1:
         mesh = Mesh(**replace(ranks[0], pp=len(ranks)).by_axis)
     else:
-        runs = ((number, sizes.only(RANK_AXES).by_axis) for number, sizes in equal_runs(ranks))
-        each = (
-            {k: n for k, n in sizes.items() if k in RANK_AXES} | {"ranks": number}
-            for number, sizes in runs
-        )
-        mesh = Mesh(pp=len(ranks), ranks=[RankAxes(**sizes) for sizes in each])
+        each = [
+            RankAxes(ranks=number, **{name: getattr(sizes, name) for name in RANK_AXES})
+            for number, sizes in equal_runs(ranks)
+        ]
+        mesh = Mesh(pp=len(ranks), ranks=each)
     if config.tune.cluster:
         one = len({*layout.chips}) == 1
         names = [*layout.chips]
@@ -232,17 +235,25 @@ def _planned(config: Config, layout: GroupLayout) -> PlannedGroups:
 
 
 def fastest_groups(
-    costs: SubmeshCosts, tune: Tune, watch: Callable[[], None], below: float = inf, *, equal: bool
+    costs: SubmeshCosts,
+    tune: Tune,
+    watch: Callable[[], None],
+    below: float,
+    *,
+    equal: bool,
+    idle: bool,
 ) -> GroupLayout | None:
-    """Return the fastest layout of equal, or of any ranks; None: none fits and is below `below`.
+    """Return the fastest layout; None: none fits and takes less than `below` seconds a step.
 
-    watch: called often; may raise to end the search. below: seconds of a step.
+    watch: called often; may raise to end the search. equal: ranks have equal sizes. idle: as in
+    `fastest_stages`.
     """
     # 1. the submeshes for each number of microbatches and remat
     remats = [Remat.of(each) for each in tune.remat or tune.REMAT]
     cps = sorted({each.cp for chips in costs.chips for each in chips.divisions})
     sizes, sets = (costs.num_layers, costs.num_devices), list[tuple[float, Remat, list[Option]]]()
-    for number, remat, cp in product(divisors(costs.batch_size), remats, cps):
+    numbers = [n for n in divisors(costs.batch_size) if n in (tune.microbatches or [n])]
+    for number, remat, cp in product(numbers, remats, cps):
         watch()
         options = costs.options(number, remat, cp)
         for each in by_axes(options) if equal else [options] * bool(options):
@@ -254,7 +265,9 @@ def fastest_groups(
         watch()
         if costs.layer_costs is None and least_s >= best_s:
             break
-        stages = fastest_stages(*sizes, [costs.submesh(each) for each in options], best_s)
+        stages = fastest_stages(
+            *sizes, [costs.submesh(each) for each in options], best_s, idle=idle
+        )
         if stages is not None:
             best, best_s = GroupLayout(stages, options[0].number, remat), stages.seconds
     return best

@@ -257,6 +257,7 @@ def search_of(
         trained=trained_share(state["params"]["layers"], stack.trains("layers")),
         divisions=divisions,
         vocab=_vocab(tune.vocab, stack, batch),
+        numbers=None if tune.microbatches is None else tuple(tune.microbatches),
     )
     return layout_search.LayoutSearch(space, step_of, inf if limit is None else limit.size_bytes)
 

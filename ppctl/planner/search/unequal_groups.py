@@ -45,7 +45,7 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of all layers. Devices after the last stage are idle."""
+    """The stages of all layers, on contiguous devices from the first one."""
 
     stages: tuple[Stage, ...]
 
@@ -76,9 +76,16 @@ class Stages:
 
 
 def fastest_stages(
-    num_layers: int, num_devices: int, submeshes: Sequence[Submesh], below: float = inf
+    num_layers: int,
+    num_devices: int,
+    submeshes: Sequence[Submesh],
+    below: float = inf,
+    *,
+    idle: bool = False,
 ) -> Stages | None:
     """Return the fastest stages of all layers; None if none fit, or none take less than `below`.
+
+    idle: whether the last devices may be idle; otherwise all have a stage.
 
     For a limit of the slowest stage's rest_s, a dynamic program finds the least sum of way_s. This
     sum falls with the limit, so between two limits the step takes at least the sum at the upper
@@ -87,7 +94,7 @@ def fastest_stages(
     """
     if not submeshes:
         return None
-    program = _Program(num_layers, num_devices, tuple(submeshes))
+    program = _Program(num_layers, num_devices, tuple(submeshes), idle)
     limits, best, found = program.limits, below, None
     intervals = [(limits[0] if len(limits) else inf, 0, len(limits) - 1, 0.0)]
     while intervals:
@@ -144,6 +151,7 @@ class _Program:
     num_layers: int
     num_devices: int
     submeshes: tuple[Submesh, ...]
+    idle: bool
 
     @cached_property
     def groups(self) -> list[_Group]:
@@ -219,10 +227,15 @@ class _Program:
                 if len(ends) and len(starts):
                     yield first, group, ends, way_s[first, ends], starts
 
+    def _ends(self) -> np.ndarray:
+        """Return 0 for [first layer, first device] after the last stage, inf elsewhere."""
+        ends = np.full((self.num_layers + 1, self.num_devices + 1), inf)
+        ends[self.num_layers, slice(None) if self.idle else -1] = 0.0
+        return ends
+
     def _after(self, table: _Table, limit: float) -> np.ndarray:
         """Return the least way_s of the stages from [first layer, first device] on."""
-        after = np.full((self.num_layers + 1, self.num_devices + 1), inf)
-        after[self.num_layers] = 0.0
+        after = self._ends()
         for first, group, ends, way_s, starts in self._places(table, limit):
             next_s = after[ends[:, None], starts + group.devices]
             least = (way_s[:, None] + next_s).min(0)
@@ -250,9 +263,7 @@ class _Program:
         """
         before = self._before(table, limit)
         alive = before + after + self._least_rest_s < best
-        each, tables = [np.where(np.arange(self.num_layers + 1) < self.num_layers, inf, 0.0)], []
-        each[0] = np.repeat(each[0][:, None], self.num_devices + 1, 1)
-        least, number = inf, 0
+        each, tables, least, number = [self._ends()], list[_Table](), inf, 0
         while len(each) <= self.num_layers and np.isfinite(each[-1]).any():
             tables.append(self._table(limit, len(each)))
             last, now = each[-1], np.full_like(after, inf)
