@@ -54,9 +54,13 @@ class Machine:
         if self.network is None or self.host_devices is None or num_devices <= self.host_devices:
             return dict.fromkeys(sizes, 1)
         num_hosts, left = divmod(num_devices, self.host_devices)
-        if left:  # partly filled hosts: the worst case, a host for each device
-            return dict(sizes)
-        return over_hosts(sizes, self.order, num_hosts)
+        if not left:
+            return over_hosts(sizes, self.order, num_hosts)
+        # partly filled hosts. Ranks that divide a host each lie inside one, in the order of devices
+        of_rank, pp = num_devices // sizes["pp"], sizes["pp"]
+        if self.order == "auto" and self.host_devices % of_rank == 0:
+            return dict.fromkeys(sizes, 1) | {"pp": pp}
+        return dict(sizes)  # the worst case, a host for each device
 
 
 @dataclass(frozen=True)
