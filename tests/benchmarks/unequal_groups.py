@@ -110,7 +110,7 @@ def _layout(found: PlannedGroups) -> str:
     return f"{mesh}, {layout_text(layout.layers)}, {how}".replace("|", "\\|")
 
 
-HEAD = "model, devices|equal, any schedule, s|equal, s|unequal, s|gain|1f1b layout|CPU s".split("|")
+HEAD = ("devices", "interleaved, s", "equal, s", "unequal, s", "gain", "1f1b layout", "CPU s")
 
 
 def table(names: Sequence[str]) -> str:

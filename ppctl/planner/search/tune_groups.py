@@ -115,10 +115,12 @@ def tune_groups(config: Config, progress: SearchProgress) -> TunedGroups:
     try:
         for idle in (False, True):  # devices are idle only if no layout has all
             equal = fastest(costs, equal=True, idle=idle)
-            # equal ranks are among the unequal ones, which are at least as fast
+            # equal ranks are ranks of any sizes, too
             below = inf if equal is None else equal.layout.seconds
-            unequal = fastest(costs, below, equal=False, idle=idle) or equal
-            if unequal is not None:
+            unequal = fastest(costs, below, equal=False, idle=idle)
+            found = [each for each in (equal, unequal) if each is not None]
+            if found:
+                unequal = min(found, key=lambda each: each.step_s)
                 break
     except SearchEnded:
         ended_by = progress.early_end

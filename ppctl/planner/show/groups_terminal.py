@@ -95,8 +95,6 @@ def gain_text(equal: PlannedGroups | None, unequal: PlannedGroups) -> str:
     if len({*unequal.layout.ranks}) == 1:
         return "none, equal ranks are the fastest."
     gain = equal.step_s / unequal.step_s - 1
-    if gain < 0:
-        return f"none, equal ranks are {-gain:.1%} faster. Use mesh={equal.request.mesh.text}."
     return f"{gain:.1%} over equal ranks of the same schedule."
 
 
