@@ -12,7 +12,7 @@ from math import inf
 
 import jax.numpy as jnp
 
-from ppctl.config import AutoHardware, Config, Hardware, Mesh, Tune, Uniform, check
+from ppctl.config import AutoHardware, Config, Hardware, Mesh, Mpmd, Tune, Uniform, check
 from ppctl.config.groups.layout_settings import Explicit, RankAxes
 from ppctl.config.schedule_from_config import named
 from ppctl.data.dataset import DataSet
@@ -170,28 +170,26 @@ def _number(hosts: int, name: str) -> int:
 
 
 def costs_of(config: Config, data: DataSet) -> SubmeshCosts:
-    """Return the costs of submeshes for a request."""
-    batch, one = batch_shapes(data), of_one_kind(config)
+    """Return the costs of submeshes for a request with executor=mpmd."""
+    executor, batch, one = config.executor, batch_shapes(data), of_one_kind(config)
+    assert isinstance(executor, Mpmd), "see `check_groups`"
     if one is not None:
-        number = one.tune.devices or one.mesh.num_devices
-        kinds = [(one.hardware, number)]
+        kinds = [(one.hardware, one.tune.devices or one.mesh.num_devices)]
     else:
-        cluster = config.tune.cluster
-        kinds = [
-            (hardware_named(each.hardware), _number(each.hosts, each.hardware)) for each in cluster
-        ]
-    chips, costs = list[Chips](), None
-    for hardware, number in kinds:
-        target = target_of(config, hardware, number)
-        stack, optimizer = model_of(config, target, data)
-        host = target.machine.host_devices or number
-        whole = replace(target, number=-(-number // host) * host)  # partly filled hosts too
-        how = config.executor, config.tune, optimizer, stack, batch, whole
+        each = ((group.hosts, group.hardware) for group in config.tune.cluster)
+        kinds = [(hardware_named(name), _number(hosts, name)) for hosts, name in each]
+    targets = [target_of(config, *kind) for kind in kinds]
+    models = [model_of(config, target, data) for target in targets]
+    chips = list[Chips]()
+    for target, (stack, optimizer) in zip(targets, models, strict=True):
+        host = target.machine.host_devices or target.number
+        whole = replace(target, number=-(-target.number // host) * host)  # partly filled hosts too
+        divided = stage_models(executor, config.tune, optimizer, stack, batch, whole)
         room = inf if target.limit is None else target.limit.size_bytes
-        speeds = target.machine, room, number, target.adds_products
-        chips.append(Chips(target.hardware.name, *speeds, *stage_models(*how)))
-        costs = layer_costs(config.executor, stack, batch, jnp.dtype(target.dtype))
-    size, executor = data.batch_size, config.executor
+        speeds = target.machine, room, target.number, target.adds_products
+        chips.append(Chips(target.hardware.name, *speeds, *divided))
+    size, (stack, _) = data.batch_size, models[0]
+    costs = layer_costs(executor, stack, batch, jnp.dtype(targets[0].dtype))
     sizes = stack.num_layers, size, tree_bytes(batch) // size
     return SubmeshCosts(*sizes, tuple(chips), executor.gather, executor.unroll, costs)
 
