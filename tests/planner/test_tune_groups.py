@@ -1,4 +1,4 @@
-"""`ppctl tune tune.groups=unequal`: its estimates are those of `ppctl plan`, and its recipe is the
+"""`ppctl tune tune.groups=unequal`: it estimates steps as `ppctl plan` predicts them, and writes the
 layout that it prints.
 """
 
@@ -73,7 +73,7 @@ def test_layers_that_devices_do_not_divide_gain_by_unequal_ranks(capsys, tmp_pat
     assert numbers[3].endswith("rank 2, layers 2: 1 x a100")
 
 
-def test_estimates_of_equal_ranks_are_those_of_plan():
+def test_equal_ranks_are_estimated_as_planned():
     groups = found(LLAMA, "hardware=h100 tune.devices=16")
     assert groups.equal is not None
     assert len(groups.equal.layout.ranks) > 1

@@ -233,8 +233,11 @@ class SubmeshCosts:
             )
             whole = model.params.embed_head or 1
             own = tuple((a, n, round(m * size / whole)) for a, n, m in model.params.own)
-            sizes = {"embed_head": round(size), "frozen_embed_head": round(size - trained)}
-            of_kind = replace(step, params=replace(model.params, **sizes, own=own))
+            frozen = round(size - trained)
+            params = replace(
+                model.params, embed_head=round(size), frozen_embed_head=frozen, own=own
+            )
+            of_kind = replace(step, params=params)
             each = [overhead_s(of_kind.with_layers(n, n)) for n in counts]
             found.append(np.interp(np.arange(self.num_layers + 1), counts, each))
         return np.array(found)

@@ -99,9 +99,11 @@ def tune_groups(config: Config, progress: SearchProgress) -> TunedGroups:
         if progress.early_end is not None:
             raise SearchEnded
 
-    def fastest(costs: SubmeshCosts, below: float = inf, **how: bool) -> PlannedGroups | None:
+    def fastest(
+        costs: SubmeshCosts, below: float, *, equal: bool, idle: bool
+    ) -> PlannedGroups | None:
         for _ in range(TRIES):
-            layout = fastest_groups(costs, config.tune, watch, below, **how)
+            layout = fastest_groups(costs, config.tune, watch, below, equal=equal, idle=idle)
             if layout is None:
                 return None
             planned = _planned(config, layout)
@@ -114,7 +116,7 @@ def tune_groups(config: Config, progress: SearchProgress) -> TunedGroups:
     equal = unequal = None
     try:
         for idle in (False, True):  # devices are idle only if no layout has all
-            equal = fastest(costs, equal=True, idle=idle)
+            equal = fastest(costs, inf, equal=True, idle=idle)
             # equal ranks are ranks of any sizes, too
             below = inf if equal is None else equal.layout.seconds
             unequal = fastest(costs, below, equal=False, idle=idle)
