@@ -95,8 +95,8 @@ def _parts(composed: Composed, names: Iterable[Any]) -> dict[str, Any]:
     mesh, stated = parts["mesh"], composed.stated
     if mesh.ranks and "mesh" not in stated:  # the sizes of a recipe, or of mesh=2x4
         sizes = dict.fromkeys(AXES, 1) | {"pp": len(mesh.by_rank)}
-        own = {axis: size for axis, size in sizes.items() if f"mesh.{axis}" not in stated}
-        mesh = dataclasses.replace(mesh, **own)
+        for axis in (axis for axis in AXES if f"mesh.{axis}" not in stated):
+            setattr(mesh, axis, sizes[axis])
     is_free = not stated & {"mesh", "mesh.pp"} and not mesh.ranks and mesh.pp == USUAL_RANKS
     parts["schedule"], parts["mesh"] = settled(parts["schedule"], mesh, is_free=is_free)
     return parts

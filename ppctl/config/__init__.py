@@ -75,9 +75,12 @@ def check(config: Config) -> None:
     check_parameters(config.model)
     check_tasks(config.schedule, config.mesh)
     check_batch(config.data.batch_size, config.schedule.num_microbatches, config.mesh.by_rank)
-    executor, traits = config.executor.name, config.executor.ENGINE
-    how = {"dispatches_tasks": traits.dispatches_tasks}
-    check_unequal(config.mesh.by_rank, executor, config.schedule.vocab, **how)
+    check_unequal(
+        config.mesh.by_rank,
+        config.executor.name,
+        config.schedule.vocab,
+        dispatches_tasks=config.executor.ENGINE.dispatches_tasks,
+    )
     _check_chips(config.hardware, config.plan, config.mesh)
     _check_launch(config.launch, config.run, config.mesh)
     _check_executor(config.executor, config.mesh, config.partition.name, config.model)

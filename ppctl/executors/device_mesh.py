@@ -3,7 +3,7 @@
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from math import gcd
+from math import gcd, prod
 from typing import Any
 
 import jax
@@ -77,6 +77,24 @@ def repeated_mesh(sizes: MeshSizes) -> Mesh:
 def mesh_of(devices: np.ndarray) -> Mesh:
     """Return the mesh of an array of devices with the axes `AXES`."""
     return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def in_order(devices: Sequence[Any], rank: MeshSizes) -> np.ndarray:
+    """Return the devices of a rank as an array with its axes, also of hosts that it shares.
+
+    ConfigError as `laid_out`, or if an axis such as tp would span hosts.
+    """
+    counts = {len(group) for group in hosts_of(devices)}
+    if len(counts) == 1:
+        return laid_out(devices, rank)
+    inner = {axis.name: rank.by_axis[axis.name] for axis in MESH_AXES if axis.in_one_host}
+    if _kind(devices) != "processes" and any(number % prod(inner.values()) for number in counts):
+        parts, axes = sorted(counts), product_text({k: n for k, n in inner.items() if n > 1})
+        raise ConfigError(
+            f"A rank would take {' and '.join(map(str, parts))} devices of {_kind(devices)}, but "
+            f"{axes} devices must be in one. Use other sizes in {setting('mesh.ranks')}."
+        )
+    return _within(devices, rank.shape)
 
 
 def laid_out(devices: Sequence[Any], mesh: MeshSizes, order: str = "auto") -> np.ndarray:

@@ -69,6 +69,11 @@ class Model:
         specs = [] if self.auto_specs is None else jax.tree.leaves(self.auto_specs)
         return tuple(dict.fromkeys(name for spec in specs for name in sharded_over(spec)))
 
+    @property
+    def divides_rows(self) -> bool:
+        """Whether devices along tp hold parts of the rows of activations."""
+        return self.axes.divides_rows and not self.auto
+
     @cached_property
     def held(self) -> Tree:
         """Shapes of {"embed_head", "layers"} (one layer) on one device."""

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from ppctl.executors.described_devices import is_described
-from ppctl.executors.device_mesh import is_mine, laid_out, mesh_of
+from ppctl.executors.device_mesh import in_order, is_mine, mesh_of
 from ppctl.schedule.mesh_axes import AXES, RANK_AXES, MeshSizes, ranks_text
 
 
@@ -48,11 +48,11 @@ class RankMeshes:
         """Return the meshes of ranks of these sizes, which take the devices in order.
 
         Natural order is stored over all devices: over fsdp by the largest power of two that divides
-        their number, the rest are copies. Raises ConfigError like `laid_out` for a rank.
+        their number, the rest are copies. Raises ConfigError like `in_order`.
         """
         ends = accumulate((sizes.num_devices for sizes in ranks), initial=0)
         blocks = [
-            laid_out(devices[first:last], sizes)
+            in_order(devices[first:last], sizes)
             for (first, last), sizes in zip(pairwise(ends), ranks, strict=True)
         ]
         same = {sizes: [r for r, each in enumerate(ranks) if each == sizes] for sizes in ranks}

@@ -10,19 +10,20 @@ Available as `ppctl.flax`. Only it, `flax_parts` and `tree_modules` import Flax.
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from flax import linen, nnx
+from flax import linen, nnx, traverse_util
 
 from ppctl.errors import ConfigError
-from ppctl.model.flax_parts import Function, Part, Traced, takes_train, variables_of
+from ppctl.model.flax_parts import Function, Part, Traced, are_equal, is_parameter
 from ppctl.model.layer_inputs import attach_loss
 from ppctl.model.network import Network
-from ppctl.model.random_keys import KIND, names_key, without_key
-from ppctl.model.stack import Stack, num_examples
+from ppctl.model.random_keys import key_of_seed, names_key, without_key, wrapped
+from ppctl.model.stack import Stack, StackOptions, num_examples, shapes_like
 from ppctl.model.tree_modules import LinenModule, StackModule, module
 
 __all__ = ["StackModule", "module", "network", "next_token_loss", "stack"]
@@ -70,41 +71,39 @@ def stack(
         ConfigError: Blocks differ in shapes or share variables; or, when it is traced, a step would
             change variables, such as those of `nnx.BatchNorm`.
     """
-    drawn = _drawing(model, variables)
-    parts = _parts(*drawn(_usual_key()), blocks)
-    if isinstance(model, linen.Module):
-        embed, head, block = map(_of_linen, (embed, head, block))
+    made = partial(_made, model, variables)
+    parts = Parts.of(made(wrapped(key_of_seed(0))), blocks)
     # blocks with equal settings have one function
-    alike = [next(part for part in parts.layers if each.equals(part)) for each in parts.layers]
-    functions = {id(part): _function(part, block) for part in alike}
-    of_layers = tuple(functions[id(part)] for part in alike)
-    layer = of_layers[0] if len(functions) == 1 else of_layers
+    layers = [*parts.layers.values()]
+    alike = [next(a for a in layers if are_equal(a.settings, each.settings)) for each in layers]
+    functions = {part: _function(part, block) for part in {*alike}}
+    layer = functions[alike[0]] if len(functions) == 1 else tuple(functions[a] for a in alike)
     embed, outputs = (_function(parts.embed_head, each) for each in (embed, head))
 
     def initial(key: jax.Array) -> Tree:
-        return _parts(*drawn(key), blocks).params
+        return Parts.of(made(key), blocks).params
 
-    stack = Stack(
+    return Stack(
         parts.num_layers,
         lambda key: initial(key)["embed_head"],
         lambda key, l: jax.tree.map(lambda a: a[l], initial(key)["layers"]),
         *(embed, layer, _with_loss(outputs, loss)),
-    )
-    return _with_options(stack, parts, outputs, loss, trainable, tp).with_options(initial=initial)
+        _options(parts, embed, outputs, loss, trainable, tp),
+    ).with_options(initial=initial)
 
 
-def _with_options(
-    stack: Stack, parts: "Parts", outputs: Function, loss: Loss, trainable: Any, tp: str
-) -> Stack:
-    flags = parts.of_each(lambda part: part.flags(trainable))
-    specs = parts.of_each(lambda part: part.specs(tp))
-    embed, outputs = without_key(stack.embed), without_key(outputs)
-    return stack.with_options(
+def _options(
+    parts: "Parts", embed: Function, outputs: Function, loss: Loss, trainable: Any, tp: str
+) -> StackOptions:
+    embed, outputs = without_key(embed), without_key(outputs)
+    outer, layer = parts.embed_head, parts.first
+    specs = {"embed_head": outer.specs(tp), "layers": layer.specs(tp)}
+    return StackOptions(
         outputs=outputs,
-        trainable=all(jax.tree.leaves(flags)) or flags,
-        divisors=_divisors(parts.embed_head, lambda w, inputs: outputs(w, embed(w, inputs)), loss),
+        trainable={"embed_head": outer.flags(trainable), "layers": layer.flags(trainable)},
+        divisors=partial(_divisors, outer, (embed, outputs), loss),
         sharding=specs if jax.tree.leaves(specs) else None,
-        author_model=lambda params: parts.restored(params["embed_head"], params["layers"]),
+        author_model=parts.restored,
     )
 
 
@@ -127,18 +126,16 @@ def network(
     Raises:
         ConfigError: When it is traced: a step would change variables (see `stack`).
     """
-    drawn, is_linen = _drawing(model, variables), isinstance(model, linen.Module)
-    made, given = drawn(_usual_key())
-    part = Part.of(_as_nnx(made, given))
-    apply = _function(part, _of_linen(call) if is_linen else call, as_trained=True)
-    flags = part.flags(trainable)
+    made = partial(_made, model, variables)
+    part = Part.of(made(wrapped(key_of_seed(0))))
+    apply = _function(part, call, as_trained=True)
     return Network(
-        lambda key: Part.of(_as_nnx(*drawn(key))).params,
+        lambda key: Part.of(made(key)).params,
         apply,
         loss,
-        trainable=all(jax.tree.leaves(flags)) or flags,
-        divisors=_divisors(part, without_key(apply), loss),
-        author_model=partial(_linen_variables, given) if is_linen else part.restored,
+        trainable=part.flags(trainable),
+        divisors=partial(_divisors, part, (without_key(apply),), loss),
+        author_model=part.restored,
     )
 
 
@@ -156,157 +153,104 @@ def next_token_loss(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, j
 # --- the parts of a module ----------------------------------------------------------------------
 
 
-def _drawing(model: Any, variables: Any) -> Callable[[jax.Array], tuple[Any, Any]]:
-    """Return the function (key) -> (module, its variables), without variables for NNX."""
+def _made(model: Any, variables: Any, key: jax.Array) -> nnx.Module:
+    """Return a module of NNX; key: draws its variables if they are not given."""
     name = model.__name__ if hasattr(model, "__name__") else type(model).__name__
     if isinstance(model, linen.Module):
-        return lambda key: (model, variables(key) if callable(variables) else variables)
+        given = variables(key) if callable(variables) else variables
+        if isinstance(given, Mapping) and "params" in given:
+            return LinenModule(model, given, given["params"])
+        use = f"Use {name}().init(key, inputs) as the second argument."
+        raise ConfigError(f"{name} is a flax.linen module, which needs its variables. {use}")
     if variables is not None:
         raise ConfigError(f"{name} is an nnx.Module, which holds its variables. Leave them out.")
-
-    def drawn(key: jax.Array) -> tuple[Any, None]:
-        is_maker = callable(model) and not isinstance(model, nnx.Module)
-        made = model(nnx.Rngs(key)) if is_maker else model
-        if isinstance(made, nnx.Module):
-            return made, None
-        use = "Use an nnx.Module, a function of rngs that makes one, or a flax.linen module."
-        raise ConfigError(f"{name} is not a Flax module. {use}")
-
-    return drawn
-
-
-def _usual_key() -> jax.Array:
-    """Return the key that draws the module whose structure counts."""
-    return jax.random.key(0, impl=KIND)
-
-
-def _as_nnx(model: Any, variables: Any) -> nnx.Module:
-    """Return a module of NNX. ConfigError for one of linen without variables."""
-    if not isinstance(model, linen.Module):
-        return model
-    if not isinstance(variables, Mapping) or "params" not in variables:
-        name = type(model).__name__
-        raise ConfigError(
-            f"{name} is a flax.linen module, which needs its variables. Use {name}().init(key, "
-            "inputs) as the second argument."
-        )
-    return LinenModule(model, variables)
-
-
-def _of_linen(function: Function) -> Function:
-    """Return a function of a linen module as one of a `LinenModule`."""
-    if takes_train(function):
-        return lambda module, x, train: module.run(partial(function, train=train), x, draws=train)
-    return lambda module, x: module.run(function, x)
+    made = model if isinstance(model, nnx.Module) or not callable(model) else model(nnx.Rngs(key))
+    if isinstance(made, nnx.Module):
+        return made
+    use = "Use an nnx.Module, a function of rngs that makes one, or a flax.linen module."
+    raise ConfigError(f"{name} is not a Flax module. {use}")
 
 
 class Parts(NamedTuple):
-    """Embedding and head, and the blocks."""
+    """Embedding and head, and the blocks, of a module."""
 
+    whole: Part
     embed_head: Part
-    layers: list[Part]
-    restored: Callable[[Tree, Tree], Any]  # (embed_head, layers) -> the module with them
+    layers: dict[str, Part]  # the blocks by their paths; of stacked blocks, one
+    first: Part  # the first block, or the stacked blocks
+    num_layers: int
+
+    @classmethod
+    def of(cls, model: nnx.Module, blocks: str) -> "Parts":
+        """Return the parts of a module. ConfigError if blocks differ in shapes, or share."""
+        rest = nnx.clone(model)
+        modules = _blocks(rest, blocks)
+        for name in {path.split("/")[0] for path in modules}:
+            delattr(rest, name)
+        layers = {p: Part.of(each, f"{p}/", is_stacked=p == blocks) for p, each in modules.items()}
+        embed_head, first = Part.of(rest), next(iter(layers.values()))
+        _check_owners([embed_head, *layers.values()])
+        _check_shapes(layers)
+        number = len(jax.tree.leaves(first.params)[0]) if first.is_stacked else len(layers)
+        return cls(Part.of(model), embed_head, layers, first, number)
 
     @property
     def params(self) -> Tree:
         """The parameters in the form of a stack."""
-        each = [part.params for part in self.layers]
-        is_stacked = self.layers[0].is_stacked
-        stacked = each[0] if is_stacked else jax.tree.map(lambda *a: jnp.stack(a), *each)
+        each = [part.params for part in self.layers.values()]
+        stacked = each[0] if self.first.is_stacked else jax.tree.map(lambda *a: jnp.stack(a), *each)
         return {"embed_head": self.embed_head.params, "layers": stacked}
 
-    @property
-    def num_layers(self) -> int:
-        """The number of blocks."""
-        first = self.layers[0]
-        return len(jax.tree.leaves(first.params)[0]) if first.is_stacked else len(self.layers)
-
-    def of_each(self, function: Callable[[Part], Tree]) -> Tree:
-        """Return function(part) of embedding and head, and of one layer, by their names."""
-        return {"embed_head": function(self.embed_head), "layers": function(self.layers[0])}
+    def restored(self, params: Tree) -> Any:
+        """Return a new module with the parameters of a stack; of linen: its variables."""
+        indices = [...] if self.first.is_stacked else range(self.num_layers)
+        places = zip(self.layers, indices, strict=True)
+        layers = {path: jax.tree.map(lambda a, l=l: a[l], params["layers"]) for path, l in places}
+        tree = traverse_util.unflatten_dict(layers, sep="/")
+        return self.whole.restored(params["embed_head"] | tree)
 
 
-def _parts(model: Any, variables: Any, blocks: str) -> Parts:
-    is_linen = isinstance(model, linen.Module)
-    parts = _linen_parts(model, variables, blocks) if is_linen else _nnx_parts(model, blocks)
-    for number, part in enumerate(parts.layers[1:], 1):
-        _check_shapes(parts.layers[0].params, part.params, blocks, number)
-    return parts
+def _blocks(model: nnx.Module, blocks: str) -> dict[str, nnx.Module]:
+    """Return the blocks by their paths, blocks/0 or blocks_0 of linen; stacked blocks as one."""
+    owner = model.linen_module.bind(model.variables) if isinstance(model, LinenModule) else model
+    found = getattr(owner, blocks, None)
+    if found and isinstance(found, nnx.List | list | tuple):
+        if owner is model:
+            return {f"{blocks}/{l}": each for l, each in enumerate(found)}
+        each = {f"{blocks}_{l}": block.unbind() for l, block in enumerate(found)}
+        return {n: LinenModule(m, v, vars(model)[n]) for n, (m, v) in each.items()}
+    if isinstance(found, nnx.Module) and not isinstance(found, nnx.List):
+        return {blocks: found}
+    use = "Name them: blocks=..., a list; of flax.linen one that setup() sets."
+    raise ConfigError(f"{type(owner).__name__} has no modules {blocks}. {use}")
 
 
-def _nnx_parts(model: nnx.Module, blocks: str) -> Parts:
-    rest = nnx.clone(model)
-    found = getattr(rest, blocks, None)
-    is_list = isinstance(found, nnx.List | list | tuple)
-    if not (found and is_list) and not isinstance(found, nnx.Module):
-        raise ConfigError(f"{type(model).__name__} has no modules {blocks}. Name them: blocks=...")
-    places = [(blocks, i) for i in range(len(found))] if is_list else [(blocks,)]
-    modules = [*found] if is_list else [found]
-    delattr(rest, blocks)
+def _check_owners(parts: list[Part]) -> None:
+    """Raise ConfigError if two parts share a parameter."""
     owners: dict[int, str] = {}
-    for part, place in zip([rest, *modules], [(), *places], strict=True):
-        for number, path in variables_of(part).items():
-            name = "/".join(map(str, (*place, path)))
-            if owners.setdefault(number, name) != name:
+    for part in parts:
+        for path, each in part.settings.items():
+            name = part.prefix + "/".join(map(str, path))
+            if is_parameter(each) and owners.setdefault(id(each), name) != name:
                 raise ConfigError(
-                    f"{owners[number]} and {name} are the same variable, but blocks may be on "
+                    f"{owners[id(each)]} and {name} are the same variable, but blocks may be on "
                     "different devices. Make separate variables; only embedding and head may share."
                 )
-    names = ["/".join(map(str, place)) for place in places]
-    layers = [Part.of(*each, is_stacked=not is_list) for each in zip(modules, names, strict=True)]
-    outer, whole = Part.of(rest), Part.of(model)
-
-    def restored(embed_head: Tree, params: Tree) -> nnx.Module:
-        values = outer.by_path(embed_head)
-        for number, (part, place) in enumerate(zip(layers, places, strict=True)):
-            own = jax.tree.map(lambda a, l=number: a[l], params) if is_list else params
-            values |= {(*place, *path): a for path, a in part.by_path(own).items()}
-        return whole.with_values(values)
-
-    return Parts(outer, layers, restored)
 
 
-def _linen_parts(model: linen.Module, variables: Any, blocks: str) -> Parts:
-    """Return the parts of a linen module, whose parameters are blocks_0, blocks_1, ..."""
-    params = _as_nnx(model, variables) and variables["params"]
-    names = [f"{blocks}_{l}" for l in range(len(params)) if f"{blocks}_{l}" in params]
-    if not names:
-        raise ConfigError(
-            f"{type(model).__name__} has no parameters {blocks}_0, {blocks}_1, ...: its setup() "
-            f"must set self.{blocks} to a list of modules. Name it: blocks=..."
-        )
-    found = [each.unbind() for each in getattr(model.bind(variables), blocks)]
-    layers = [Part.of(LinenModule(*each), name) for each, name in zip(found, names, strict=True)]
-    rest = {name: tree for name, tree in params.items() if name not in names}
-    outer = Part.of(LinenModule(model, {**variables, "params": rest}))
-
-    def restored(embed_head: Tree, params: Tree) -> Tree:
-        each = {name: jax.tree.map(lambda a, l=l: a[l], params) for l, name in enumerate(names)}
-        return _linen_variables(variables, embed_head | each)
-
-    return Parts(outer, layers, restored)
-
-
-def _linen_variables(variables: Any, params: Tree) -> Tree:
-    """Return variables of a linen module with other parameters."""
-    return {**variables, "params": {name: params[name] for name in variables["params"]}}
-
-
-def _check_shapes(first: Tree, other: Tree, blocks: str, number: int) -> None:
-    """Raise ConfigError if two blocks have parameters of other names, shapes or dtypes."""
-    shapes = [
-        {
-            jax.tree_util.keystr(path, simple=True, separator="/"): f"{a.dtype}{list(a.shape)}"
-            for path, a in jax.tree.leaves_with_path(params)
-        }
-        for params in (first, other)
-    ]
-    for name in sorted({*shapes[0], *shapes[1]}):
-        wanted, found = (each.get(name, "missing") for each in shapes)
+def _check_shapes(layers: dict[str, Part]) -> None:
+    """Raise ConfigError if blocks have parameters of different names, shapes or dtypes."""
+    shapes = {
+        place: {"/".join(map(str, p)): f"{a.dtype}{list(a.shape)}" for p, a in part.trees.items()}
+        for place, part in layers.items()
+    }
+    first, *others = shapes
+    for name, other in product(sorted(set().union(*shapes.values())), others):
+        wanted, found = (shapes[each].get(name, "missing") for each in (first, other))
         if found != wanted:
             raise ConfigError(
-                f"{name} is {wanted} in {blocks}/0, but {found} in {blocks}/{number}: blocks of a "
-                "stack have equal shapes. Use ppctl.flax.network(model, loss=...), with "
+                f"{name} is {wanted} in {first}, but {found} in {other}: blocks of a stack have "
+                "equal shapes. Use ppctl.flax.network(model, loss=...), with "
                 "ppctl.stage_boundary(x) between the blocks."
             )
 
@@ -320,58 +264,48 @@ def _function(part: Part, function: Function, *, as_trained: bool = False) -> Ca
     as_trained: evaluations have the same arrays as training, which may compute by example.
     """
     known: dict[Any, Traced] = {}
+    has_modes = part.has_modes(function)
 
-    def run(params: Tree, x: Any, key: jax.Array | None, *, is_training: bool) -> Any:
+    def run(params: Tree, x: Any, key: jax.Array | None = None) -> Any:
+        is_training = key is not None or not has_modes
         # 1. the whole batch, if no random numbers and no losses depend on the example
-        shapes = jax.tree.map(lambda a: (a.shape[1:], a.dtype), x)
-        which = is_training or as_trained, str(shapes), jax.tree.structure(x)
+        one = shapes_like(x, 1, first=1)
+        which = is_training or as_trained, str(one)
         if which not in known:
-            known[which] = part.traced(function, params, x, is_training=which[0])
-        if not (known[which].losses or known[which].draws):
-            return part.call(function, params, x, None, is_training=is_training)[0]
+            known[which] = part.traced(function, params, one, is_training=which[0])
+        draws, losses = known[which]
+        if not (losses or draws):
+            return part.call(function, part.values(params), x, is_training=is_training)[0]
 
         # 2. each example by itself
         def of_one(x: Any, key: jax.Array | None) -> tuple[Any, dict[str, jax.Array]]:
-            alone = jax.tree.map(lambda a: a[None], x)
-            result, sown = part.call(function, params, alone, key, is_training=is_training)
-            return jax.tree.map(lambda a: a[0], result), sown
+            return part.call(function, part.values(params, key), x, is_training=is_training)[:2]
 
-        result, sown = jax.vmap(of_one, in_axes=(0, None if key is None else 0))(x, key)
-        for name in known[which].losses:
+        alone = jax.tree.map(lambda a: a[:, None], x)
+        result, sown = jax.vmap(of_one, in_axes=(0, None if key is None else 0))(alone, key)
+        result = jax.tree.map(lambda a: a[:, 0], result)
+        for name in losses:
             result = attach_loss(result, sown[name].sum(), name=name)
         return result
 
-    def plain(params: Tree, x: Any) -> Any:
-        return run(params, x, None, is_training=True)
-
-    def with_key(params: Tree, x: Any, key: jax.Array | None = None) -> Any:
-        return run(params, x, key, is_training=key is not None)
-
-    return with_key if part.has_modes(function) else plain
+    return run if has_modes else without_key(run)
 
 
 def _with_loss(outputs: Callable[..., Any], loss: Loss) -> Callable[..., Any]:
     """Return the head of a stack, with a parameter `key` if `outputs` has one."""
 
-    def plain(w: Tree, x: jax.Array, targets: Any) -> tuple[jax.Array, jax.Array]:
-        return loss(outputs(w, x), targets)
+    def head(w: Tree, x: jax.Array, targets: Any, key: jax.Array | None = None) -> Any:
+        return loss(outputs(w, x, key) if names_key(outputs) else outputs(w, x), targets)
 
-    def with_key(
-        w: Tree, x: jax.Array, targets: Any, key: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
-        return loss(outputs(w, x, key), targets)
-
-    return with_key if names_key(outputs) else plain
+    return head if names_key(outputs) else without_key(head)
 
 
 def _divisors(
-    part: Part, outputs: Callable[[Tree, Any], Any], loss: Loss
-) -> Callable[[Any, Any], tuple[Any, Any]]:
-    """Return `StackOptions.divisors`: sown losses are means over examples."""
-
-    def divisors(inputs: Any, targets: Any) -> tuple[Any, Any]:
-        shapes = jax.eval_shape(outputs, part.params, inputs)
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
-        return loss(zeros, targets)[1], jnp.float32(num_examples(inputs))
-
-    return divisors
+    part: Part, functions: tuple[Function, ...], loss: Loss, inputs: Any, targets: Any
+) -> tuple[Any, Any]:
+    """Return `StackOptions.divisors` of a batch: sown losses are means over examples."""
+    shapes = inputs
+    for function in functions:
+        shapes = jax.eval_shape(function, part.params, shapes)
+    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+    return loss(zeros, targets)[1], jnp.float32(num_examples(inputs))

@@ -8,49 +8,52 @@ import jax.numpy as jnp
 from flax import linen, nnx
 
 from ppctl.errors import ConfigError
-from ppctl.model.random_keys import KIND, names_key
+from ppctl.model.random_keys import key_of_seed, names_key, without_key, wrapped
 from ppctl.model.stack import Stack, init, num_examples
 
 Tree = Any
+LEAVES = linen.Partitioned | nnx.Variable  # leaves of a tree of parameters, besides arrays
 LOSSES = "losses"  # name of the collection of sown losses
+
+
+def sown_scalars(sown: Tree) -> dict[str, jax.Array]:
+    """Return the sums of the floating scalars in a tree of sown values, by name."""
+    sums: dict[str, jax.Array] = {}
+    for path, leaf in jax.tree.leaves_with_path(sown):
+        value, name = jnp.asarray(leaf), [key.key for key in path if hasattr(key, "key")][-1]
+        if value.shape == () and jnp.issubdtype(value.dtype, jnp.floating):
+            sums[name] = sums[name] + value if name in sums else value
+    return sums
 
 
 class TreeModule(nnx.Module):
     """A module whose attributes are the parts of a tree of parameters, by their names."""
 
-    def __init__(self, params: Tree):
+    def __init__(self, params: Tree, seed: int):
         """ConfigError if a parameter has the name of another attribute, all of which exist now."""
         self.param_names = tuple(params)
+        self.random_stream = nnx.RngStream(wrapped(key_of_seed(seed)), tag="dropout")
         for name, tree in params.items():
             if name in vars(self) or hasattr(type(self), name):
                 raise ConfigError(
                     f"{name} is a parameter, and an attribute of ppctl's {type(self).__name__}. "
                     "Rename the parameter."
                 )
-            setattr(self, name, nnx.data(jax.tree.map(_param, tree, is_leaf=_is_box)))
+            leaves = jax.tree.map(_param, tree, is_leaf=lambda a: isinstance(a, LEAVES))
+            setattr(self, name, nnx.data(leaves))
 
     @property
     def params(self) -> Tree:
         """The parameters as arrays."""
-        return _values({name: getattr(self, name) for name in self.param_names})
+        names = (name for name in self.param_names if name in vars(self))
+        return nnx.as_pure({name: getattr(self, name) for name in names})
 
 
-def _is_box(leaf: Any) -> bool:
-    return isinstance(leaf, linen.Partitioned)
-
-
-def _param(leaf: Any) -> nnx.Param:
-    if _is_box(leaf):
-        return nnx.Param(jnp.asarray(leaf.value), out_sharding=leaf.names)
-    return nnx.Param(jnp.asarray(leaf))
-
-
-def _values(tree: Tree) -> Tree:
-    return jax.tree.map(lambda a: a[...], tree, is_leaf=lambda a: isinstance(a, nnx.Variable))
-
-
-def _stream(seed: int) -> nnx.RngStream:
-    return nnx.RngStream(jax.random.key(seed, impl=KIND), tag="dropout")
+def _param(leaf: Any) -> nnx.Variable:
+    if isinstance(leaf, nnx.Variable):
+        return leaf
+    value, names = (leaf.value, leaf.names) if isinstance(leaf, linen.Partitioned) else (leaf, None)
+    return nnx.Param(jnp.asarray(value), eager_sharding=False, out_sharding=names)
 
 
 # --- a stack ------------------------------------------------------------------------------------
@@ -62,19 +65,14 @@ class StackPart(TreeModule):
     def __init__(self, params: Tree, functions: tuple[Callable[..., Any], ...], seed: int):
         """functions: of (params, inputs), and of the examples' keys if they have a `key`."""
         self.functions, self.deterministic = functions, False
-        if any(map(names_key, functions)):
-            self.random_stream = _stream(seed)
-        super().__init__(params)
+        super().__init__(params, seed)
 
     def __call__(self, x: Any, number: int = 0) -> Any:
         """Return function `number` of x, with random numbers unless `deterministic`."""
         function = self.functions[number]
-        if not names_key(function):
-            return function(self.params, x)
-        if self.deterministic:
-            return function(self.params, x, key=None)
-        keys = jax.random.split(self.random_stream(), num_examples(x))
-        return function(self.params, x, key=keys)
+        if self.deterministic or not names_key(function):
+            return without_key(function)(self.params, x)
+        return function(self.params, x, key=jax.random.split(self.random_stream(), num_examples(x)))
 
 
 class StackModule(nnx.Module):
@@ -87,14 +85,13 @@ class StackModule(nnx.Module):
     def __init__(self, stack: Stack, params: Tree):
         if stack.options.outputs is None:
             raise ConfigError("The Stack has no outputs, only a loss. Give it outputs=...")
-        layers = stack.layer if isinstance(stack.layer, tuple) else (stack.layer,)
         self.outer = StackPart(params["embed_head"], (stack.embed, stack.options.outputs), 0)
-        each = [
-            jax.tree.map(lambda a, l=l: a[l], params["layers"]) for l in range(stack.num_layers)
-        ]
-        self.blocks = nnx.List(
-            StackPart(own, (layers[l % len(layers)],), 1 + l) for l, own in enumerate(each)
-        )
+        self.blocks = nnx.List()
+        for l in range(stack.num_layers):
+            layer = jax.tree.map(lambda a, l=l: a[l], params["layers"])
+            self.blocks.append(
+                StackPart(layer, (stack.functions[l % len(stack.functions)],), 1 + l)
+            )
 
     def embed(self, inputs: Any) -> jax.Array:
         """Return x, the input of the first block, [batch, ...]."""
@@ -130,25 +127,24 @@ def module(stack: Stack, *, seed: int = 0) -> StackModule:
 class LinenModule(TreeModule):
     """A module of `flax.linen`, with its variables."""
 
-    def __init__(self, module: linen.Module, variables: Tree):
+    def __init__(self, module: linen.Module, variables: Tree, params: Tree):
         rest = {name: a for name, a in variables.items() if name not in ("params", LOSSES)}
-        self.linen_module, self.random_stream = module, _stream(0)
+        self.linen_module = module
         self.linen_variables = nnx.data(jax.tree.map(nnx.Variable, rest))
-        super().__init__(variables["params"])
+        super().__init__(params, 0)
 
-    def run(self, function: Callable[..., Any], x: Any, *, draws: bool = False) -> Any:
+    @property
+    def variables(self) -> Tree:
+        """The variables as arrays, without sown losses."""
+        return {"params": self.params} | nnx.as_pure(self.linen_variables)
+
+    def run(self, function: Callable[..., Any], x: Any, *, draws: bool) -> Any:
         """Return function(module, x); draws: whether it has random numbers."""
-        given = {"params": self.params} | _values(self.linen_variables)
         key = self.random_stream() if draws else None  # of all streams: see `linen.Module.make_rng`
+        given = self.variables
         result, state = self.linen_module.apply(given, x, method=function, mutable=True, rngs=key)
-        for path, value in jax.tree.leaves_with_path(state.get(LOSSES, {})):
-            names = [key.key for key in path if hasattr(key, "key")]
-            self.sow(nnx.Intermediate, names[-1], value)
-        for name, tree in self.linen_variables.items():  # `Part.traced` finds the changes
-            jax.tree.map(_update, tree, state[name], is_leaf=lambda a: isinstance(a, nnx.Variable))
+        for name, value in sown_scalars(state.get(LOSSES, {})).items():
+            self.sow(nnx.Intermediate, name, value)
+        after = {name: state[name] for name in self.linen_variables}
+        self.linen_variables = nnx.data(jax.tree.map(nnx.Variable, after))  # see `Part.traced`
         return result
-
-
-def _update(variable: nnx.Variable, value: Any) -> None:
-    if value is not variable.get_raw_value():
-        variable.set_value(value)

@@ -122,6 +122,7 @@ def test_stacked_blocks_are_layers():
     blocks = made(nnx.Rngs(0))
     stack = stack_of_rows(blocks)
     assert stack.num_layers == 4
+    assert stack.options.sharding["layers"]["linear"]["kernel"] == P(None, "tp")
     graph, state = nnx.split(blocks)
     x = ROWS["inputs"]
     for l in range(4):
@@ -138,6 +139,24 @@ def test_names_of_axes_become_shards_over_tp():
     whole = loss_of_rows(stack)[0]
     divided, *_ = loss_of_rows(stack, mesh=ppctl.mesh(pp=2, tp=2), executor="mpmd")
     assert divided == pytest.approx(whole, rel=TOLERANCE)
+
+
+def test_boxes_of_linen_become_shards_over_tp():
+    class Rows(linen.Module):
+        def setup(self):
+            draw = linen.with_partitioning(linen.initializers.lecun_normal(), (None, "model"))
+            how = {"param_dtype": jnp.float64, "kernel_init": draw}
+            self.blocks = [linen.Dense(WIDTH, **how) for _ in range(2)]
+
+        def __call__(self, x):
+            return self.blocks[1](self.blocks[0](x))
+
+    given = Rows().init(jax.random.key(0), ROWS["inputs"])
+    parts = {"embed": lambda m, x: x, "head": lambda m, x: x, "loss": squares}
+    stack = ppctl.flax.stack(Rows(), given, **parts)
+    assert stack.options.sharding["layers"]["kernel"] == P(None, "tp")
+    value, number = squares(Rows().apply(given, ROWS["inputs"]), ROWS["targets"])
+    assert loss_of_rows(stack)[0] == pytest.approx(float(value / number), rel=TOLERANCE)
 
 
 # --- refused --------------------------------------------------------------------------------------

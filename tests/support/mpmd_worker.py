@@ -70,7 +70,7 @@ def trained(
     used.compile(evaluate=evaluate)
     ranks = {rank for _, rank in runtime.programs.compiled}
     assert ranks == {r for r in used.ranks if runtime.is_mine[r]}, (ranks, runtime.is_mine)
-    assert all(runtime.is_mine[a] or runtime.is_mine[b] for _, a, b in runtime.programs.crossings)
+    assert all(runtime.is_mine[a] or runtime.is_mine[b] for *_, a, b in runtime.programs.crossings)
     if slow:
         used.walks |= {name: slowed(walk, INDEX) for name, walk in used.walks.items()}
     compiled = len(runtime.programs.compiled), len(runtime.programs.crossings)

@@ -21,10 +21,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 from ppctl.executors.compiler_options import temp_bytes
 from ppctl.executors.device_mesh import processes
 from ppctl.executors.model_shapes import Model, shard_bytes
+from ppctl.executors.mpmd import crossings
 from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, ProgramId, last_uses
 from ppctl.executors.mpmd.plan_values import value_kind
 from ppctl.executors.mpmd.program_library import ProgramLibrary
-from ppctl.executors.mpmd.transfers import Part, lower_crossing, pair_mesh, parts_of
+from ppctl.executors.mpmd.transfers import parts_of
 from ppctl.executors.parameter_layout import without_axes
 from ppctl.executors.rank_meshes import RankMeshes
 
@@ -52,8 +53,7 @@ class CompiledPrograms:
         self.traced: dict[ProgramId, tuple[jax.stages.Traced, tuple]] = {}
         self.lowered: dict[ProgramId, jax.stages.Lowered] = {}
         self.compiled: dict[tuple[ProgramId, int | None], jax.stages.Compiled] = {}
-        # executables of crossings by (parts, sender, receiver)
-        self.crossings: dict[tuple[tuple[Part, ...], int, int], jax.stages.Compiled] = {}
+        self.crossings: dict[crossings.Crossing, jax.stages.Compiled] = {}
 
     # shapes
 
@@ -173,6 +173,24 @@ class CompiledPrograms:
         sender, receiver = (processes(self.submeshes[r]) for r in (entry.sender, entry.rank))
         return sender != receiver and len({*sender, *receiver}) > 1
 
+    def crossing(self, entry: PlanEntry, shapes: Mapping[Key, Tree]) -> crossings.Crossing:
+        """Return the identity of the program of a move between processes."""
+        parts, arrived = (parts_of(shapes[key]) for key in (entry.reads[0], entry.writes[0]))
+        return crossings.Crossing(parts, arrived, self._route(entry), *entry.ranks)
+
+    def _route(self, entry: PlanEntry) -> crossings.Route:
+        sender, receiver = (self.submeshes[rank] for rank in entry.ranks)
+        if not self.changes_group(entry):
+            return crossings.direct(sender.size)
+        if value_kind(entry.reads[0][0]).form != "activation":
+            return crossings.copies(sender.size, receiver.size)
+        return crossings.rows_between(sender, receiver, self.divides_rows(entry))
+
+    def divides_rows(self, entry: PlanEntry) -> tuple[bool, bool]:
+        """Return whether tp divides the rows of a moved activation at sender and receiver."""
+        sender, receiver = (self.model_of(rank) for rank in entry.ranks)
+        return sender.divides_rows, receiver.divides_rows
+
     def compile(self, entries: Sequence[PlanEntry], shapes: Mapping[Key, Tree]) -> None:
         """Compile missing programs in threads, started in plan order: the same in all processes."""
         # 1. missing executables by key: (cache, lowered program, mesh)
@@ -184,13 +202,12 @@ class CompiledPrograms:
                     lowered, devices = self.lower(entry.program), self.submeshes[entry.rank]
                     missing[place] = self.compiled, lowered, devices
             elif entry.sender is not None and not self.is_described and self.crosses(entry):
-                assert not self.changes_group(entry), "processes exchange values of equal ranks"
-                place = parts, sender, rank = parts_of(shapes[entry.reads[0]]), *entry.ranks
-                if place not in self.crossings:
-                    mesh = self.abstract[self.meshes.group_of[rank]]
-                    lowered = lower_crossing(mesh, parts, self._platform)
-                    devices = pair_mesh(self.submeshes[sender], self.submeshes[rank])
-                    missing[place] = self.crossings, lowered, devices
+                move = self.crossing(entry, shapes)
+                if move not in self.crossings:
+                    both = [self.submeshes[rank] for rank in entry.ranks]
+                    sizes = both[0].size, both[0].size + both[1].size
+                    lowered = crossings.lower_crossing(*sizes, *move[:3], self._platform)
+                    missing[move] = self.crossings, lowered, crossings.union(*both)
 
         # 2. compile them
         def compiled(key: tuple) -> jax.stages.Compiled:

@@ -16,20 +16,16 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from ppctl.executors.device_mesh import processes
 from ppctl.executors.mpmd.compiled_programs import CompiledPrograms, memory_breakdown
+from ppctl.executors.mpmd.crossings import TURN, crossing, union
 from ppctl.executors.mpmd.dispatch_plan import Call, Key, PlanEntry, Walk, last_uses
 from ppctl.executors.mpmd.plan_values import value_kind
 from ppctl.executors.mpmd.transfers import (
-    TURN,
     copy_across,
-    crossing,
     each_its_own,
     local_zeros,
-    pair_mesh,
-    parts_of,
     pieces_of,
     recut,
     resized,
-    row_devices,
 )
 from ppctl.executors.programs_under_way import ProgramsUnderWay
 
@@ -71,11 +67,12 @@ class Runtime:
         All processes call this at about the same time, with no program under way: Gloo waits only
         half a minute for the other side of a new connection, but without limit once connected.
         """
-        for (parts, *ranks), compiled in self.programs.crossings.items():
-            if tuple(ranks) not in self.connected:
-                self.connected.add(tuple(ranks))
-                pair = pair_mesh(*(self.submeshes[rank] for rank in ranks))
-                zeros = (local_zeros(pair, *part) for part in (TURN, *parts))
+        for move, compiled in self.programs.crossings.items():
+            ranks = move.sender, move.receiver
+            if ranks not in self.connected:
+                self.connected.add(ranks)
+                pair = union(*(self.submeshes[rank] for rank in ranks))
+                zeros = (local_zeros(pair, *part) for part in (TURN, *move.parts))
                 jax.block_until_ready(compiled(*(each_its_own(pair, each) for each in zeros)))
 
     def compile(
@@ -135,8 +132,8 @@ class Runtime:
                 return lambda value: (jax.device_put(value, to),)
             return partial(copy_across, self.submeshes[sender], self.submeshes[rank], arrived)
         # 2. between processes
-        compiled = self.programs.crossings[parts_of(value), sender, rank]
-        cross = crossing(compiled, self.submeshes[sender], self.submeshes[rank], value, there)
+        compiled = self.programs.crossings[self.programs.crossing(entry, shapes)]
+        cross = crossing(compiled, self.submeshes[sender], self.submeshes[rank], value, arrived)
 
         def in_both_turns(sent: Tree) -> Sequence:
             sender_turn, turn, received = cross(turns[sender], turns[rank], sent)
@@ -151,10 +148,7 @@ class Runtime:
         form = value_kind(entry.reads[0][0]).form
         if form != "activation":
             return partial(resized, there)
-        models = (self.programs.model_of(rank) for rank in entry.ranks)
-        sender, receiver = (
-            row_devices(self.submeshes[rank], divides_rows=of.axes.divides_rows and not of.auto)
-            for rank, of in zip(entry.ranks, models, strict=True)
-        )
+        sender, receiver = (self.submeshes[rank] for rank in entry.ranks)
+        divides_rows = self.programs.divides_rows(entry)
         size = math.prod(sent.sharding.shard_shape(sent.shape))
-        return partial(recut, pieces_of(sender, receiver, size), there)
+        return partial(recut, pieces_of(sender, receiver, divides_rows, size), there)

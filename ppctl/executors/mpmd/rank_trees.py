@@ -10,10 +10,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec as P
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from ppctl.executors.device_mesh import is_mine
-from ppctl.executors.mpmd.transfers import from_holder, from_shards, local_shards, local_zeros
+from ppctl.executors.mpmd.transfers import (
+    each_its_own,
+    from_holder,
+    from_shards,
+    local_shards,
+    local_zeros,
+)
 from ppctl.executors.parameter_layout import Layout, is_layer, parameter_of, without_axes
 from ppctl.executors.rank_meshes import RankMeshes
 
@@ -76,6 +84,14 @@ class Division:
             specs.append(self.spec(path, a.shape) if is_held else None)
         return jax.tree.unflatten(treedef, shapes), jax.tree.unflatten(treedef, specs)
 
+    def held(self, shapes: Tree) -> Tree:
+        """Return the shapes of a natural tree, None for leaves that no rank of the group holds."""
+
+        def one(path: tuple, a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | None:
+            return a if self._place(path, a.shape)[1] else None
+
+        return jax.tree_util.tree_map_with_path(one, shapes)
+
     def split(self, tree: Tree) -> tuple[Tree, ...]:
         """Return the tree of each rank, None for leaves not held; layers are not copied."""
         flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
@@ -125,3 +141,57 @@ class Division:
 
         flat, treedef = jax.tree_util.tree_flatten_with_path(shapes, is_leaf)
         return jax.tree.unflatten(treedef, [one(i, path, a) for i, (path, a) in enumerate(flat)])
+
+
+# arrays of groups of ranks and of the whole mesh, whose devices are those of all groups
+
+
+def whole_leaf(
+    storage: Mesh, sharding: NamedSharding, parts: Sequence[Any], order: np.ndarray | None
+) -> jax.Array:
+    """Return a leaf on the whole mesh `storage`, with this sharding, by a program of all devices.
+
+    parts: the leaf of each group, or if the group is of other processes its sharded shape. order:
+    the rows of the concatenated parts; None: the parts are equal.
+    """
+    # 1. each device's part, with its place in the leaf of its group; the first copy counts
+    numbers = {device: i for i, device in enumerate(storage.devices.flat)}
+    given, tables = [], []
+    for a in parts[: 1 if order is None else len(parts)]:
+        starts = np.zeros((storage.size, len(a.shape)), np.int32)
+        counts, seen = np.zeros(storage.size, bool), set[tuple[int, ...]]()
+        for device, index in a.sharding.devices_indices_map(a.shape).items():
+            start = tuple(each.start or 0 for each in index)
+            starts[numbers[device]] = start
+            counts[numbers[device]] = start not in seen
+            seen.add(start)
+        zeros = local_zeros(storage, a.sharding.shard_shape(a.shape), a.dtype)
+        held = local_shards(a) if isinstance(a, jax.Array) else {}
+        given.append(each_its_own(storage, zeros | held))
+        tables.append((a.shape, starts, counts))
+    names = storage.axis_names
+
+    # 2. the sum of all parts on each device
+    def joined(*local: jax.Array) -> jax.Array:
+        me, wholes = jax.lax.axis_index(names), []
+        for part, (shape, starts, counts) in zip(local, tables, strict=True):
+            mine = jnp.where(jnp.asarray(counts)[me], part, jnp.zeros_like(part))
+            place = [*jnp.asarray(starts)[me]]
+            wholes.append(jax.lax.dynamic_update_slice(jnp.zeros(shape, part.dtype), mine, place))
+        wholes = jax.lax.psum(wholes, names)
+        return wholes[0] if order is None else jnp.concatenate(wholes)[order]
+
+    whole = jax.shard_map(joined, mesh=storage, in_specs=P(), out_specs=P(), check_vma=False)
+    return jax.block_until_ready(jax.jit(whole, out_shardings=sharding)(*given))
+
+
+def rows_of(leaf: jax.Array, rows: np.ndarray | None, to: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return rows (None: all) of a replicated leaf on the devices of `to`; nothing is sent."""
+    assert isinstance(to.sharding, NamedSharding), "a mesh of devices"
+    copies, index = local_shards(leaf), to.sharding.devices_indices_map(to.shape)
+    held = {
+        device: (copies[device] if rows is None else copies[device][rows])[index[device]]
+        for device in index
+        if device in copies
+    }
+    return from_shards(to.shape, to.sharding, held)

@@ -12,15 +12,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
-
-from ppctl.executors.device_mesh import is_mine
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 Tree = Any
 Device = Any
 Part = tuple[tuple[int, ...], np.dtype]  # shape and dtype of a device's part of an array
-PAIR = "pair"  # mesh axis of sender and receiver
-TURN: Part = (), np.dtype("int32")
 
 
 def local_shards(a: jax.Array) -> dict[Device, jax.Array]:
@@ -51,12 +47,6 @@ def local_zeros(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> dict[Device, 
 # from submesh to submesh
 
 
-def pair_mesh(sender: Mesh, receiver: Mesh) -> Mesh:
-    """Return the mesh of both submeshes, [2, *submesh shape]: index 0 is the sender."""
-    devices = np.stack([sender.devices, receiver.devices])
-    return Mesh(devices, (PAIR, *sender.axis_names), axis_types=(AxisType.Auto,) * devices.ndim)
-
-
 def copy_across(sender: Mesh, receiver: Mesh, there: Tree, value: Tree) -> tuple[Tree]:
     """Return a copy of a value on a receiver of equal sizes in the same processes.
 
@@ -78,10 +68,14 @@ def copy_across(sender: Mesh, receiver: Mesh, there: Tree, value: Tree) -> tuple
 def resized(there: Tree, value: Tree) -> tuple[Tree]:
     """Return a copy of a value of one process on a receiver of other sizes, which pads other dims.
 
-    It passes through the host, so the caller waits for the value.
+    Divided arrays pass through the host, so the caller waits for them.
     """
 
     def one(a: jax.Array, to: jax.ShapeDtypeStruct) -> jax.Array:
+        assert isinstance(to.sharding, NamedSharding), "a mesh of devices"
+        if a.sharding.is_fully_replicated and to.sharding.is_fully_replicated:
+            copy, devices = a.addressable_shards[0].data, to.sharding.device_set
+            return from_shards(to.shape, to.sharding, {d: jax.device_put(copy, d) for d in devices})
         whole = np.zeros(to.shape, to.dtype)
         held = tuple(slice(min(sizes)) for sizes in zip(a.shape, to.shape, strict=True))
         whole[held] = np.asarray(a)[held]
@@ -101,25 +95,29 @@ class Piece(NamedTuple):
     stop: int
 
 
-def row_devices(mesh: Mesh, *, divides_rows: bool) -> np.ndarray:
-    """Return the devices of a rank, [lanes, parts], in the order of the rows that they hold.
+def row_places(mesh: Mesh, *, divides_rows: bool) -> np.ndarray:
+    """Return the places in `devices.flat` of a rank, [lanes, parts], in the order of their rows.
 
     A lane is a place along cp, and along tp unless tp divides rows: its values, which may be
     summands, meet those of the same lane only.
     """
     sizes = mesh.shape
-    devices = mesh.devices.reshape(-1, sizes["tp"], sizes["cp"])
-    lanes = devices.transpose(2, 0, 1) if divides_rows else devices.transpose(1, 2, 0)
+    places = np.arange(mesh.size).reshape(-1, sizes["tp"], sizes["cp"])
+    lanes = places.transpose(2, 0, 1) if divides_rows else places.transpose(1, 2, 0)
     return lanes.reshape(sizes["cp"] * (1 if divides_rows else sizes["tp"]), -1)
 
 
 def pieces_of(
-    senders: np.ndarray, receivers: np.ndarray, part_size: int
+    sender: Mesh, receiver: Mesh, divides_rows: tuple[bool, bool], part_size: int
 ) -> dict[Device, tuple[Piece, ...]]:
     """Return the pieces that form the part of each receiving device, in order.
 
-    senders, receivers: `row_devices`. part_size: elements of a sender's part.
+    divides_rows: whether tp divides rows on either side. part_size: elements of a sender's part.
     """
+    senders, receivers = (
+        mesh.devices.ravel()[row_places(mesh, divides_rows=divides)]
+        for mesh, divides in zip((sender, receiver), divides_rows, strict=True)
+    )
     size, found = part_size * senders.shape[1] // receivers.shape[1], {}
     for (lane, j), device in np.ndenumerate(receivers):
         first, last = j * size, (j + 1) * size
@@ -137,7 +135,13 @@ def pieces_of(
 def recut(
     pieces: Mapping[Device, Sequence[Piece]], there: jax.ShapeDtypeStruct, value: jax.Array
 ) -> tuple[jax.Array]:
-    """Return an activation of one process on the receivers of `pieces`; there: its shape there."""
+    """Return an activation of one process on the receivers of `pieces`; there: its shape there.
+
+    On CPU the caller waits for the value, so that the programs here do not wait: XLA limits the
+    programs in flight (`ProgramsUnderWay`).
+    """
+    if next(iter(pieces)).platform == "cpu":
+        value.block_until_ready()
     assert isinstance(there.sharding, NamedSharding), "a mesh of devices"
     parts, shape, arrived = local_shards(value), there.sharding.shard_shape(there.shape), {}
     for device, of_device in pieces.items():
@@ -159,57 +163,6 @@ def _joined(pieces: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:
 def parts_of(shapes: Tree) -> tuple[Part, ...]:
     """Return the shape and dtype of one device's shard of each leaf of a value."""
     return tuple((a.sharding.shard_shape(a.shape), a.dtype) for a in jax.tree.leaves(shapes))
-
-
-@cache
-def lower_crossing(
-    submesh: AbstractMesh, parts: tuple[Part, ...], platform: str
-) -> jax.stages.Lowered:
-    """Return the lowered program (turn, *parts) -> (next turn, *parts), sender to receiver."""
-    types = (AxisType.Auto,) * (1 + len(submesh.axis_names))
-    pair = AbstractMesh((2, *submesh.axis_sizes), (PAIR, *submesh.axis_names), axis_types=types)
-
-    def cross(turn: jax.Array, *sent: jax.Array) -> tuple[jax.Array, ...]:
-        return turn + 1, *(jax.lax.ppermute(part, PAIR, [(0, 1)]) for part in sent)
-
-    whole = jax.shard_map(cross, mesh=pair, in_specs=P(), out_specs=P(), check_vma=False)
-    sharding = NamedSharding(pair, P())
-    shapes = [jax.ShapeDtypeStruct(*part, sharding=sharding) for part in (TURN, *parts)]
-    return jax.jit(whole).trace(*shapes).lower(lowering_platforms=(platform,))
-
-
-def crossing(
-    compiled: Callable[..., Sequence], sender: Mesh, receiver: Mesh, shapes: Tree, there: Tree
-) -> Callable[..., tuple]:
-    """Return the call (sender's turn, receiver's turn, value) -> (next turns, received value).
-
-    compiled: the compiled program of `lower_crossing`. shapes: sharded shapes of the sent value.
-    there: shardings at the receiver. The turn and value of a side are None if this process has no
-    device of that side.
-    """
-    # 1. shapes and shardings; receivers pass zeros in place of parts, one for each shape
-    pair, sends, receives = pair_mesh(sender, receiver), is_mine(sender), is_mine(receiver)
-    parts = parts_of(shapes)
-    blank = {part: local_zeros(receiver, *part) if receives else {} for part in set(parts)}
-    turn_of = [NamedSharding(m, P()) if is_mine(m) else None for m in (sender, receiver)]
-    sizes = [a.shape for a in jax.tree.leaves(shapes)]
-    shardings, treedef = jax.tree.flatten(there)
-
-    # 2. the call
-    def run(sender_turn: jax.Array | None, receiver_turn: jax.Array | None, value: Tree) -> tuple:
-        turns = [each for each in (sender_turn, receiver_turn) if each is not None]
-        turn = {device: a for each in turns for device, a in local_shards(each).items()}
-        sent = map(local_shards, jax.tree.leaves(value)) if sends else [{} for _ in parts]
-        given = [blank[part] | of_sender for part, of_sender in zip(parts, sent, strict=True)]
-        next_turn, *received = compiled(*(each_its_own(pair, a) for a in (turn, *given)))
-        turn = local_shards(next_turn)
-        next_turns = (None if each is None else from_shards((), each, turn) for each in turn_of)
-        if not receives:
-            return *next_turns, None
-        arrived = map(from_shards, sizes, shardings, map(local_shards, received))
-        return *next_turns, jax.tree.unflatten(treedef, arrived)
-
-    return run
 
 
 # over the whole mesh

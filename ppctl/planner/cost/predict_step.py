@@ -246,8 +246,8 @@ def _steps(
     for rank, (kind, target) in enumerate(zip(kinds, targets, strict=True)):
         if kind not in found:
             machine = target.machine if target.unknown is None else None
-            of = {"adds": target.adds_products, "rank": None if is_equal else rank}
-            found[kind] = pipeline_step(pipe, model_of(rank), machine, **of)
+            adds, which = target.adds_products, None if is_equal else rank
+            found[kind] = pipeline_step(pipe, model_of(rank), machine, adds=adds, rank=which)
     if is_equal:
         return (found[kinds[0]],) * len(targets)
     return tuple(found[kind].with_layers(*layers_of(pipe, r)) for r, kind in enumerate(kinds))

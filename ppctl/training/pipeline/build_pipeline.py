@@ -14,7 +14,7 @@ from ppctl.config import AutoHardware, Reference
 from ppctl.errors import ConfigError
 from ppctl.executors.layer_placement import Placement
 from ppctl.executors.parameter_layout import Layout, RankLayout
-from ppctl.executors.rank_meshes import RankGroup, RankMeshes
+from ppctl.executors.rank_meshes import RankMeshes
 from ppctl.executors.stage.jaxpr_flops import RelativeCosts, relative_costs
 from ppctl.model.network import Network
 from ppctl.model.stack import DividedStack, Stack
@@ -22,7 +22,7 @@ from ppctl.model.trainable_parameters import checked_flags, trained_part, traine
 from ppctl.schedule.costs import task_costs
 from ppctl.schedule.families.registry import BASELINE, FamilyWithKnobs
 from ppctl.schedule.ir import Schedule
-from ppctl.schedule.mesh_axes import check_unequal
+from ppctl.schedule.partition.partition import Partition
 from ppctl.schedule.scheduled_step import ScheduledStep, scheduled_step
 from ppctl.schedule.vocabulary_parallel import with_vocabulary
 from ppctl.training.pipeline import optimizers as optim, pipeline_request as request
@@ -72,7 +72,7 @@ def pipeline(
 
     Args:
         model: A `Stack`, or a `Network` cut at stage_boundary or in `layers` layers of equal work.
-        mesh: A result of `ppctl.mesh`; with `ranks` the ranks have meshes of their own.
+        mesh: A result of `ppctl.mesh`, also with ranks of unequal sizes (executor=mpmd).
         schedule: The name of a family, `ppctl.family(...)`, or a `Schedule`.
         num_microbatches: Microbatches of a step in each replica; needed unless given a `Schedule`.
         batch: {"inputs", "targets"}: a global batch, or its shapes and dtypes.
@@ -90,30 +90,21 @@ def pipeline(
     meshes = RankMeshes.of(mesh)
     dtype = compute_dtype(dtype, model, default_dtype(AutoHardware(), meshes.device))
     seed, shapes = whole_number("seed", seed, 0), request.shapes_of(batch)
-    execution, knobs = execution_of(executor, meshes, options)
-    ranks, is_by_tasks = meshes.sizes_by_rank, execution.engine.dispatches_tasks
-    check_unequal(ranks, execution.executor, vocab, dispatches_tasks=is_by_tasks)
-    plan = request.schedule_for(schedule, ranks, num_microbatches, knobs, shapes)
+    execution, knobs = execution_of(executor, meshes, vocab, options)
+    plan = request.schedule_for(schedule, meshes, num_microbatches, knobs, shapes)
     stack = request.layered_stack(model, batch, layers, dtype)
     # 2. tasks in schedule order; layers on stages, stages on devices
     work = _scheduled(stack, shapes, dtype, schedule, plan, vocab, execution)
     step, execution, of_stages = work
     layers_of = request.partition_for(partition, stack.num_layers, plan, of_stages)
     counting = with_metrics(stack, metrics or {}, shapes, dtype)
-    placement, is_equal = Placement(layers_of, plan.rank_of), meshes.text is None
-    divided = [_divided(counting, execution, each, placement, shapes) for each in meshes.groups]
-    whole = Layout(meshes.storage, placement, RankLayout(meshes.sizes))
-    layout = divided[0][1] if is_equal else whole
+    divided, layout = _divided(counting, execution, meshes, (layers_of, plan.rank_of), shapes)
     # 3. the initial state, the engine that runs the steps, and the pipeline
     on_layers = _on_layers(stack, layout, optim.clipped(optimizer, clip_norm), execution, ema)
     start, of_all = optim.first_state(stack, on_layers), optim.state_shapes(stack, on_layers)
-    states, groups = States(layout, start, of_all, seed), list[GroupModel]()
-    for group, (part, on) in zip(meshes.groups, divided, strict=True):
-        how = shapes, plan.num_microbatches, execution.on(group.mesh), dtype
-        shown = model_of(stack, part, replace(states, layout=on), *how)
-        request.check_tasks(stack, step, layers_of, shown, execution)
-        groups.append(GroupModel(group.ranks, on, shown))
-    request.check_rows(groups)
+    states = States(layout, start, of_all, seed)
+    groups = _groups(stack, meshes, divided, states, shapes, plan, execution, dtype)
+    request.check_groups(groups, stack, step, layers_of, execution)
     engine = make_engine(groups, states, step, shapes, on_layers, lr_schedule, execution, clip_norm)
     parts = on_layers, dtype, shapes, engine, groups, lr_schedule, few_examples(batch, shapes)
     return Pipeline(stack, *work, states, *parts, metrics or {})
@@ -122,15 +113,41 @@ def pipeline(
 def _divided(
     stack: Stack,
     execution: Execution,
-    group: RankGroup,
-    placement: Placement,
+    meshes: RankMeshes,
+    stages: tuple[Partition, tuple[int, ...]],
     shapes: request.Shapes,
-) -> tuple[DividedStack, Layout]:
-    """Return (the model on a device of a group of ranks, the group's layout)."""
-    divided, of_rank = request.divided(stack, execution.on(group.mesh), group.mesh, shapes)
-    if len(group.ranks) < placement.num_ranks:
-        placement = placement.on(group.ranks)
-    return divided, Layout(group.mesh, placement, of_rank)
+) -> tuple[list[tuple[DividedStack, Layout]], Layout]:
+    """Return (for each group the model on a device and the group's layout, the whole layout).
+
+    stages: their layers and their ranks.
+    """
+    found, placement = list[tuple[DividedStack, Layout]](), Placement(*stages)
+    is_equal = meshes.text is None
+    for mesh, ranks in meshes.groups:
+        divided, of_rank = request.divided(stack, execution.on(mesh), mesh, shapes)
+        held = placement if is_equal else placement.on(ranks)
+        found.append((divided, Layout(mesh, held, of_rank)))
+    whole = Layout(meshes.storage, placement, RankLayout(meshes.sizes))
+    return found, found[0][1] if is_equal else whole
+
+
+def _groups(
+    stack: Stack,
+    meshes: RankMeshes,
+    divided: Sequence[tuple[DividedStack, Layout]],
+    states: States,
+    shapes: request.Shapes,
+    plan: Schedule,
+    execution: Execution,
+    dtype: jnp.dtype,
+) -> list[GroupModel]:
+    """Return the model on each group of ranks. divided: a result of `_divided`."""
+    found = []
+    for (mesh, ranks), (of_device, layout) in zip(meshes.groups, divided, strict=True):
+        held, on = replace(states, layout=layout), execution.on(mesh)
+        model = model_of(stack, of_device, held, shapes, plan.num_microbatches, on, dtype)
+        found.append(GroupModel(ranks, layout, model))
+    return found
 
 
 def _scheduled(

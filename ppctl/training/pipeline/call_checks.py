@@ -25,6 +25,7 @@ from ppctl.training.pipeline.engines.mpmd_engine import Attempt
 Tree = Any
 NUMBERS = "biuf"  # NumPy dtype kinds allowed in a batch, besides bfloat16
 ORDER = "layer_in_slot"  # name of the array in a state: the layers [V, P, K], -1 in padding
+OF_FLAX = "ppctl.flax.stack(model, embed=, head=, loss=) or ppctl.flax.network(model, loss=)"
 X64 = 'call jax.config.update("jax_enable_x64", True) first'
 
 
@@ -50,9 +51,8 @@ def checked_optimizer(
 
 def _made_by(model: Any) -> str:
     """Return the call that makes a model of this object."""
-    if any(each.__module__.startswith("flax.") for each in type(model).__mro__):
-        return "ppctl.flax.stack(model, embed=, head=, loss=) or ppctl.flax.network(model, loss=)"
-    return "ppctl.transformer(...)"
+    is_flax = any(each.__module__.startswith("flax.") for each in type(model).__mro__)
+    return OF_FLAX if is_flax else "ppctl.transformer(...)"
 
 
 @contextmanager
@@ -65,8 +65,7 @@ def flax_faults() -> Iterator[None]:
             raise
         raise ConfigError(
             "The model's functions change variables of a Flax module that was made outside of "
-            "them, as its dropout does. Use ppctl.flax.stack(model, embed=, head=, loss=) or "
-            "ppctl.flax.network(model, loss=)."
+            f"them, as its dropout does. Use {OF_FLAX}."
         ) from error
 
 

@@ -15,7 +15,7 @@ from ppctl.executors.rank_meshes import RankMeshes
 from ppctl.executors.reference import MOST_UNROLLED
 from ppctl.model.parallel import WHOLE, StageAxes
 from ppctl.schedule.engine_traits import EngineTraits
-from ppctl.schedule.mesh_axes import AXES, STAGE_AXES
+from ppctl.schedule.mesh_axes import AXES, STAGE_AXES, check_unequal
 from ppctl.schedule.remat import Remat
 
 T = TypeVar("T", bound=Reference)
@@ -120,7 +120,7 @@ def _options_of(executor: type[Reference]) -> dict[str, Any]:
 
 
 def execution_of(
-    executor: str | Reference, meshes: RankMeshes, options: Options
+    executor: str | Reference, meshes: RankMeshes, vocab: str, options: Options
 ) -> tuple[Execution, dict[str, Any]]:
     """Return (the execution on rank 0, the remaining options: settings of a schedule family).
 
@@ -149,6 +149,8 @@ def execution_of(
             "executor=reference is the un-pipelined model on one device, but the mesh has "
             f"{meshes.num_devices}. Use ppctl.mesh(), executor=spmd or executor=mpmd."
         )
+    by_tasks = execution.engine.dispatches_tasks
+    check_unequal(meshes.sizes_by_rank, execution.executor, vocab, dispatches_tasks=by_tasks)
     return execution, rest
 
 

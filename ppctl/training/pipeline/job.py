@@ -206,15 +206,12 @@ def assemble(
     by_costs = is_auto or (config.schedule.vocab == "parallel" and traits.dispatches_tasks)
     counted = config.model.num_layers  # None: a custom model, made below
     planned = None if by_costs or counted is None else plan(config, counted)
-    if isinstance(config.hardware, settings.Hardware):  # axes inside a stage must fit in a host
-        of_host = hardware_of.host_devices(config.hardware, config.plan.topology)
-        for sizes in (config.mesh.sizes,) if not config.mesh.ranks else config.mesh.by_rank:
-            if of_host is not None and sizes.num_devices > of_host:
-                check_hosts(sizes, config.mesh.order, sizes.num_devices, of_host)
+    _check_hosts(config)
     # 2. devices and the compute dtype
     requested = config.run.dtype or default_dtype
-    how: dict[str, Any] = {"on_one_device": on_one_device, "only_planned": only_planned}
-    meshes, device = _started(config, requested or DEFAULT_DTYPE, **how)
+    meshes, device = _started(
+        config, requested or DEFAULT_DTYPE, on_one_device=on_one_device, only_planned=only_planned
+    )
     request = hardware_of.of_rank(config.hardware, 0), meshes.device, config.plan.topology
     dtype = jnp.dtype(requested or hardware_of.default_dtype(*request))
     # 3. data, model and optimizer
@@ -222,7 +219,8 @@ def assemble(
     stack = stack_for(config, data, dtype, device)
     of_run = config.run.num_steps, stack, config.run.on_nonfinite
     optimizer, rates = make_optimizer(config.optim, *of_run)
-    how = {"executor": _traced_if_profiled(config), "dtype": dtype, "seed": config.run.seed}
+    how: dict[str, Any] = {"executor": _traced_if_profiled(config), "dtype": dtype}
+    how["seed"] = config.run.seed
     how |= {"clip_norm": config.optim.clip_norm, "ema": config.optim.ema, "lr_schedule": rates}
     shapes = batch_shapes(data)
     pipelined = partial(pipeline, stack, mesh=meshes, batch=shapes, optimizer=optimizer, **how)
@@ -244,6 +242,17 @@ def assemble(
     parts = {"model": config.model, "data": config.data, "optim": config.optim}
     code = {name: sources(each.target) for name, each in parts.items() if each.name == "custom"}
     return TrainingJob(config, data, pipe, code, choice=planned.choice)
+
+
+def _check_hosts(config: Config) -> None:
+    """Raise ConfigError if an axis inside a stage spans hosts of the described hardware."""
+    ranks = config.mesh.by_rank if config.mesh.ranks else (config.mesh.sizes,)
+    for rank, sizes in enumerate(ranks):
+        hardware = hardware_of.of_rank(config.hardware, rank)
+        if isinstance(hardware, settings.Hardware):
+            of_host = hardware_of.host_devices(hardware, config.plan.topology)
+            if of_host is not None and sizes.num_devices > of_host:
+                check_hosts(sizes, config.mesh.order, sizes.num_devices, of_host)
 
 
 def _traced_if_profiled(config: Config) -> settings.AnyExecutor:

@@ -74,9 +74,9 @@ def _casts(jaxpr: core.Jaxpr) -> Iterator[jnp.dtype]:
     for equation in jaxpr.eqns:
         if equation.primitive.name == "convert_element_type":
             found: Any = equation.invars[0].aval
-            if jnp.issubdtype(found.dtype, jnp.floating):
-                made = equation.params["new_dtype"]
-                yield from [made] if str(made) in TOLERANCE else []
+            made = equation.params["new_dtype"]
+            if jnp.issubdtype(found.dtype, jnp.floating) and str(made) in TOLERANCE:
+                yield made
         for inner in inner_jaxprs(equation):
             yield from _casts(inner)
 

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 from ppctl.errors import ConfigError, setting
 from ppctl.executors import parameter_layout as layout
 from ppctl.executors.model_shapes import Model
+from ppctl.executors.rank_meshes import RankMeshes
 from ppctl.executors.stage.jaxpr_flops import RelativeCosts
 from ppctl.executors.stage.traced_network import TracedNetwork, stack_of
 from ppctl.model.network import Network
@@ -51,13 +52,14 @@ def shapes_of(batch: Tree) -> dict[str, jax.ShapeDtypeStruct]:
 
 def schedule_for(
     schedule: AnySchedule,
-    ranks: Sequence[mesh_axes.MeshSizes],
+    meshes: RankMeshes,
     num_microbatches: int | None,
     knobs: Knobs,
     shapes: Shapes,
 ) -> Schedule:
     """Return the requested schedule, validated. ConfigError if it does not divide the batch."""
-    plan = _schedule_for(schedule, len(ranks), num_microbatches, knobs)
+    plan = _schedule_for(schedule, meshes.num_ranks, num_microbatches, knobs)
+    ranks = meshes.sizes_by_rank
     mesh_axes.check_batch(num_examples(shapes["inputs"]), plan.num_microbatches, ranks)
     return plan
 
@@ -297,8 +299,26 @@ def partition_for(
     return explicit(num_layers, schedule.num_stages, partition)
 
 
-def check_rows(groups: Sequence[GroupModel]) -> None:
-    """Raise ConfigError if ranks of unequal sizes hold rows that cannot be cut anew."""
+def check_groups(
+    groups: Sequence[GroupModel],
+    stack: Stack,
+    step: ScheduledStep,
+    partition: Partition,
+    execution: Execution,
+) -> None:
+    """Raise ConfigError as `check_tasks`, or if values cannot move between unequal ranks."""
+    for group in groups:
+        check_tasks(stack, step, partition, group.model, execution)
+    # 1. gradients of leaves of embedding and head that two ranks share
+    ends = {step.schedule.rank_of[0], step.schedule.rank_of[-1]}
+    holders = [group for group in groups if ends & {*group.ranks}]
+    if len(holders) > 1 and jax.process_count() > 1 and any(groups[0].model.outer.shared):
+        raise ConfigError(
+            "Embedding and head share parameters (model.tied), but the first and the last rank "
+            f"have other sizes, and {jax.process_count()} processes cannot move their gradients. "
+            f"Use ends of equal sizes in {setting('mesh.ranks')}, one process, or model.tied=false."
+        )
+    # 2. rows of activations
     rows = {}
     for _, layout_of, model in groups:
         sizes, axes = layout_of.of_rank.sizes, model.axes

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 
 import jax
@@ -70,14 +70,14 @@ def custom_stack(
         raise ConfigError(f"{who} model.num_layers layers, but it is not set. Use 8 or the like.")
     given = {} if num_layers is None else {"num_layers": num_layers}
     given |= {"dtype": dtype, "data": data}
-    offered = {"device": device}
+    call = partial(_call_target, key=key, target=target, options=options)
     if "rngs" in takes:
         if num_layers is not None and "num_layers" not in takes:
             raise ConfigError(f"{key} takes no num_layers. Leave model.num_layers out.")
         given |= {"param_dtype": dtype, "dtype": compute or dtype}
-        stack = _flax_network(key, target, given, options, offered)
+        stack = _flax_network(partial(call, given=given), {"device": device})
     else:
-        stack = _call_target((Stack, Network), key, target, given, options, offered)
+        stack = call((Stack, Network), given=given, offered={"device": device})
     # 2. cut a network into layers
     head = "head"  # the author's name of the loss function
     if isinstance(stack, Network):
@@ -202,14 +202,8 @@ def _call_target(
     return result
 
 
-def _flax_network(
-    key: str,
-    target: str,
-    given: Mapping[str, Any],
-    options: Mapping[str, Any],
-    offered: Mapping[str, Any],
-) -> Network:
-    """Return the Flax module that a target makes as a `Network`.
+def _flax_network(call: Callable[..., Any], offered: Mapping[str, Any]) -> Network:
+    """Return the Flax module that a target makes, as a `Network`; call: as `_call_target`.
 
     Its loss is the module's function `loss` (outputs, targets), or that of next tokens.
     """
@@ -218,7 +212,7 @@ def _flax_network(
     from ppctl.model import flax_modules as flax
 
     def made(rngs: nnx.Rngs) -> nnx.Module:
-        return _call_target((nnx.Module,), key, target, given, options, {**offered, "rngs": rngs})
+        return call((nnx.Module,), offered={**offered, "rngs": rngs})
 
     module = made(nnx.Rngs(0))
     return flax.network(made, loss=getattr(type(module), "loss", flax.next_token_loss))
@@ -227,10 +221,8 @@ def _flax_network(
 def _signature(key: str, function: Callable[..., Any]) -> inspect.Signature:
     """Return the signature of a function, or of the constructor of a class."""
     try:
-        if not isinstance(function, type):
-            return inspect.signature(function)
-        found = inspect.signature(function.__init__)
-        return found.replace(parameters=[*found.parameters.values()][1:])  # without self
+        is_class = isinstance(function, type)  # its constructor is bound: without self
+        return inspect.signature(MethodType(function.__init__, 0) if is_class else function)
     except ValueError as error:  # raised for some built-in functions of Python
         raise ConfigError(f"{key} has no signature. Use a function that calls it.") from error
 

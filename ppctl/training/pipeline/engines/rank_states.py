@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from ppctl.executors.model_shapes import Model
-from ppctl.executors.mpmd.rank_trees import Division
-from ppctl.executors.parameter_layout import Layout, is_layer, with_layers
+from ppctl.executors.mpmd.rank_trees import Division, rows_of, whole_leaf
+from ppctl.executors.parameter_layout import Layout, is_layer
 from ppctl.executors.rank_meshes import RankGroup, RankMeshes
 from ppctl.model.trainable_parameters import trained_part
-from ppctl.training.pipeline.engines.train_states import States, shardings_of
+from ppctl.training.pipeline.engines.train_states import States
 
 Tree = Any
 STATE = ("params", "optimizer", "step")  # keys of a rank's state
@@ -58,11 +59,36 @@ class RankStates:
 
     def new(self, seed: int | None) -> Tree:
         """Return the initial state: each group draws its layers."""
-        return self._split([states.new(seed) for states in self.of_groups])
+        return self._split([of.new(seed) if mine else None for of, mine in self._groups_here])
 
     def from_natural(self, state: Tree) -> Tree:
         """Return the ranks' state from a state in natural order."""
-        return self._split([each.to_staged(_rows(state, each)) for each in self.of_groups])
+        if len(self.groups) == 1:
+            return self._split([self.states.to_staged(state)])
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
+        everywhere = jax.jit(lambda a: a, out_shardings=NamedSharding(self.meshes.storage, P()))
+        wanted = [jax.tree.leaves(of.natural) for of in self.of_groups]
+        found: list[list[jax.Array]] = [[] for _ in self.groups]
+        for i, (path, a) in enumerate(leaves):
+            whole = jax.block_until_ready(everywhere(a))
+            for g, (of, mine) in enumerate(self._groups_here):
+                rows = of.layout.placement.layers if is_layer(path) else None
+                if mine:
+                    found[g].append(jax.block_until_ready(rows_of(whole, rows, wanted[g][i])))
+        return self._split(
+            [
+                of.to_staged(jax.tree.unflatten(treedef, of_group)) if mine else None
+                for of_group, (of, mine) in zip(found, self._groups_here, strict=True)
+            ]
+        )
+
+    @property
+    def _groups_here(self) -> list[tuple[States, bool]]:
+        """The states of each group, and whether this process has a device of it."""
+        return [
+            (of, any(self.meshes.is_mine[r] for r in group.ranks))
+            for of, group in zip(self.of_groups, self.groups, strict=True)
+        ]
 
     def to_natural(self, trees: Sequence[Tree], part: str = "state") -> Tree:
         """Return the natural form of the ranks' trees; part: state | params | gradients."""
@@ -72,9 +98,11 @@ class RankStates:
                 return trained_part(state["params"], self.trainable)
             return state["params"] if part == "params" else state
 
-        found = []
-        groups = zip(self.groups, self.divisions, self.of_groups, strict=True)
-        for (ranks, layout, _), division, states in groups:
+        found, groups = [], zip(self.groups, self.divisions, self._groups_here, strict=True)
+        for (ranks, layout, _), division, (states, mine) in groups:
+            if not mine:
+                found.append(division.held(pick(states.natural)))
+                continue
             staged = division.join([trees[r] for r in ranks], pick(states.staged))
             if (layout, part) not in self._to_natural:
                 out = jax.tree.map(_sharding, pick(states.natural), staged)
@@ -83,22 +111,26 @@ class RankStates:
         return found[0] if len(found) == 1 else self._merged(found, pick(self.states.natural))
 
     def _split(self, staged: Sequence[Tree]) -> Tree:
-        """Return the tree of each rank from the groups' staged trees."""
+        """Return the tree of each rank from the groups' staged trees; None: of other processes."""
         of_rank: dict[int, Tree] = {}
         for group, division, tree in zip(self.groups, self.divisions, staged, strict=True):
-            of_rank |= zip(group.ranks, division.split(jax.block_until_ready(tree)), strict=True)
+            if tree is None:
+                of_rank |= {r: jax.tree.map(_none, self.described(r)[0]) for r in group.ranks}
+            else:
+                split = division.split(jax.block_until_ready(tree))
+                of_rank |= zip(group.ranks, split, strict=True)
         return tuple(of_rank[r] for r in sorted(of_rank))
 
     def _merged(self, parts: Sequence[Tree], shapes: Tree) -> Tree:
-        """Return the whole tree in natural order from those of several groups, in one process."""
+        """Return the whole tree in natural order from those of several groups."""
+        storage = self.meshes.storage
         order = np.argsort(np.concatenate([of.layout.placement.layers for of in self.of_groups]))
 
-        def merge(path: tuple, a: jax.ShapeDtypeStruct, *leaves: jax.Array | None) -> jax.Array:
-            copies = [np.asarray(leaf) for leaf in leaves if leaf is not None]
-            whole = np.concatenate(copies)[order] if is_layer(path) else copies[0]
-            return jax.device_put(whole, a.sharding)
+        def merge(path: tuple, a: jax.ShapeDtypeStruct, *leaves: Any) -> jax.Array:
+            held = [leaf for leaf in leaves if leaf is not None]
+            return whole_leaf(storage, a.sharding, held, order if is_layer(path) else None)
 
-        return jax.tree_util.tree_map_with_path(merge, shapes, *parts)
+        return jax.tree_util.tree_map_with_path(merge, shapes, *jax.block_until_ready(parts))
 
     def described(self, rank: int) -> tuple[Tree, Tree]:
         """Return (shapes, specs) of a rank's {"params", "optimizer", "step"}."""
@@ -112,9 +144,5 @@ def _sharding(shape: jax.ShapeDtypeStruct, leaf: jax.Array | None) -> Any:
     return None if leaf is None else shape.sharding
 
 
-def _rows(state: Tree, states: States) -> Tree:
-    """Return the rows of natural order that belong to a group, on its devices, in one process."""
-    if states.has_all:
-        return state
-    rows = with_layers(jax.tree.map(np.asarray, state), states.layout.placement.layers)
-    return jax.device_put(rows, shardings_of(states.natural))
+def _none(_: Any) -> None:
+    return None
