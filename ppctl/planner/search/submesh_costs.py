@@ -47,7 +47,7 @@ class Chips:
     machine: Machine
     room_bytes: float  # memory of a device
     number: int
-    adds: bool  # as in `Step`
+    adds: bool  # field of `Step`
     models: DeviceModels
     divisions: tuple[MeshSizes, ...]  # sizes of `STAGE_AXES`
 
@@ -82,7 +82,7 @@ class Chips:
 class Costs(NamedTuple):
     """Costs of stages on a submesh: entries for [kind of `ENDS`, number of layers]."""
 
-    seconds: np.ndarray  # of one microbatch, forward and backward
+    seconds: np.ndarray  # seconds of one microbatch, forward and backward
     overhead_s: np.ndarray
     in_flight: np.ndarray  # number of microbatches that fit; 0: none
     hop_s: np.ndarray  # seconds to send an activation to the next stage: one entry
@@ -92,7 +92,7 @@ class Option(NamedTuple):
     """A submesh for `number` microbatches."""
 
     label: Label
-    starts: tuple[int, ...]  # as in `Submesh`
+    starts: tuple[int, ...]  # numbers of the first device where it may lie
     number: int
     costs: Costs
 
@@ -114,7 +114,7 @@ class SubmeshCosts:
     chips: tuple[Chips, ...]
     gather: str
     unroll: float
-    layer_costs: tuple[float, ...] | None = None  # as in `Space`
+    layer_costs: tuple[float, ...] | None = None  # by layer, with mean 1; None: equal layers
     room: float = 1.0  # share of the memory that stages may use, 0..1
     memo: dict[Any, Any] = field(default_factory=dict[Any, Any], repr=False)
 
@@ -165,7 +165,7 @@ class SubmeshCosts:
         is_possible = (end > first) & (in_flight > 0)
         sends = (first > 0).astype(int) + (end < last)  # activations on, gradients back
         way_s = seconds + sends * costs.hop_s
-        # as few microbatches are in flight as there are stages, so sends delay each of them
+        # sends delay each microbatch, because no more are in flight than there are stages
         rest_s = (number - 1) * way_s + costs.overhead_s[kind, layers]
         way_s, rest_s = (np.where(is_possible, each, np.inf) for each in (way_s, rest_s))
         most = np.where(in_flight >= number, last, in_flight)

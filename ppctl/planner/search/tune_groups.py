@@ -13,7 +13,7 @@ from math import inf
 import jax.numpy as jnp
 
 from ppctl.config import AutoHardware, Config, Hardware, Mesh, Mpmd, Tune, Uniform, check
-from ppctl.config.groups.layout_settings import Explicit, RankAxes
+from ppctl.config.groups.layout_settings import Explicit
 from ppctl.config.schedule_from_config import named
 from ppctl.data.dataset import DataSet
 from ppctl.errors import ConfigError
@@ -24,7 +24,7 @@ from ppctl.planner.search.layout_space import divisors
 from ppctl.planner.search.submesh_costs import Chips, Option, SubmeshCosts, by_axes
 from ppctl.planner.search.tune_layouts import layer_costs, model_of, stage_models, target_of
 from ppctl.planner.search.unequal_groups import Stages, fastest_stages
-from ppctl.schedule.mesh_axes import RANK_AXES, MeshSizes, equal_runs
+from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.schedule.remat import Remat
 from ppctl.training.pipeline.job import assemble, batch_shapes, open_data
 
@@ -204,16 +204,8 @@ def _filled(plan: PipelinePlan) -> float:
 
 def _planned(config: Config, layout: GroupLayout) -> PlannedGroups:
     """Return a layout with the prediction of `ppctl plan`."""
-    # 1. the mesh, and the chips if they differ
-    ranks, hardware = layout.ranks, config.hardware
-    if len({*ranks}) == 1:
-        mesh = Mesh(**replace(ranks[0], pp=len(ranks)).by_axis)
-    else:
-        each = [
-            RankAxes(ranks=number, **{name: getattr(sizes, name) for name in RANK_AXES})
-            for number, sizes in equal_runs(ranks)
-        ]
-        mesh = Mesh(pp=len(ranks), ranks=each)
+    # 1. the chips of a cluster
+    hardware = config.hardware
     if config.tune.cluster:
         one = len({*layout.chips}) == 1
         names = [*layout.chips]
@@ -224,7 +216,7 @@ def _planned(config: Config, layout: GroupLayout) -> PlannedGroups:
     is_even = counts == tuple(sorted(counts, reverse=True)) and counts[0] - counts[-1] <= 1
     request = replace(
         config,
-        mesh=mesh,
+        mesh=Mesh.of(layout.ranks),
         hardware=hardware,
         schedule=named("1f1b", layout.num_microbatches, 1),
         partition=Uniform() if is_even else Explicit(layers=[*counts]),

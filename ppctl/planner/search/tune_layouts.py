@@ -349,7 +349,7 @@ def as_planned(config: Config, stack: Stack, layout: Candidate) -> Row:
     schedule = named(layout.family, layout.num_microbatches, layout.num_chunks)
     request = replace(
         config,
-        mesh=settings.Mesh(**layout.mesh.by_axis, order=config.mesh.order),
+        mesh=settings.Mesh.of([layout.mesh] * layout.mesh.pp, config.mesh.order),
         schedule=replace(schedule, vocab=layout.vocab),
         partition=Uniform() if layout.is_even else Explicit(layers=[*layout.partition]),
         executor=replace(config.executor, remat=str(layout.remat)),

@@ -129,7 +129,7 @@ def _settings(part: Any) -> dict[str, Any]:
         return _differences(asdict(part), usual)
     if isinstance(part, Mesh):
         axes = _differences(asdict(part), asdict(Mesh()))
-        if part.ranks:  # as typed, without sizes of 1
+        if part.ranks:  # sizes of 1 are left out
             axes["ranks"] = [
                 {name: n for name, n in asdict(each).items() if n not in (None, 1)} or {"dp": 1}
                 for each in part.ranks
