@@ -56,10 +56,10 @@ class Machine:
         num_hosts, left = divmod(num_devices, self.host_devices)
         if not left:
             return over_hosts(sizes, self.order, num_hosts)
-        # partly filled hosts. Ranks that divide a host each lie inside one, in the order of devices
-        of_rank, pp = num_devices // sizes["pp"], sizes["pp"]
-        if self.order == "auto" and self.host_devices % of_rank == 0:
-            return dict.fromkeys(sizes, 1) | {"pp": pp}
+        # partly filled hosts. Without dp, ranks that divide a host lie inside one, in device order
+        of_rank = num_devices // sizes["pp"]
+        if self.order == "auto" and sizes["dp"] == 1 and self.host_devices % of_rank == 0:
+            return dict.fromkeys(sizes, 1) | {"pp": sizes["pp"]}
         return dict(sizes)  # the worst case, a host for each device
 
 
