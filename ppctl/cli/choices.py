@@ -23,7 +23,7 @@ from ppctl.config.groups.command_settings import Combinations, Search, SideBySid
 from ppctl.config.groups.model_settings import lacking
 from ppctl.errors import nearest, suggested
 from ppctl.schedule.families.registry import also_called
-from ppctl.schedule.mesh_axes import AXES, TEXT_AXES
+from ppctl.schedule.mesh_axes import AXES, TEXT_AXES, mesh_text
 
 # parts of the config with one settings class each
 PLAIN = {cls.__name__.lower(): cls for cls in (Run, Launch, Verify, Plan, Tune, Inspect, Costs)}
@@ -269,7 +269,9 @@ def request_words(composed: Mapping[str, Any]) -> list[str]:
 
 
 def _mesh_words(values: Mapping[str, Any]) -> list[str]:
-    text, order = Mesh(**values).text, values["order"]
+    text, order = mesh_text(values), values["order"]
+    if values["ranks"]:
+        return [f"mesh.ranks={text}"]
     words = [] if text == default_option("mesh") else f"mesh={text}".split()
     return words if order == "auto" else [*words, f"mesh.order={order}"]
 

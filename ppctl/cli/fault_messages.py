@@ -16,6 +16,7 @@ from ppctl.cli.text_settings import as_typed
 from ppctl.config import Costs, Mesh
 from ppctl.config.changed_settings import shown
 from ppctl.config.groups.data_settings import Part
+from ppctl.config.groups.layout_settings import RankAxes
 from ppctl.errors import ConfigError, suggested
 from ppctl.schedule.mesh_axes import mesh_text
 from ppctl.user_files import check_text
@@ -24,6 +25,11 @@ UNKNOWN_KEY = (omegaconf_errors.ConfigKeyError, omegaconf_errors.ConfigAttribute
 # errors from the user's files: malformed, unreadable, recursive
 OF_FILES = (ValueError, OSError, RecursionError)
 ASSUMED = "only `ppctl schedule` reads these costs. Leave them out."
+# classes of the entries of lists: (the list, its value in a remedy)
+ENTRIES = {
+    Part: ("data.parts", "[{path: PATH, weight: 0.7}, {path: PATH}]"),
+    RankAxes: ("mesh.ranks", "[{fsdp: 4}, {dp: 2, tp: 2}]"),
+}
 OF_MODELS = f"costs.{Costs.OF_MODELS}"
 
 
@@ -166,8 +172,9 @@ def explain(error: Exception, parsed: list[Override]) -> str:
 
 def _explain_key(error: OmegaConfBaseException, key: str, parsed: list[Override]) -> str:
     """Return the message for a setting: unknown, without a value, or of a wrong type."""
-    if error.object_type is Part:
-        return _explain_part(error, key) + _origin("data.parts", parsed)
+    for entry in ENTRIES:
+        if error.object_type is entry:
+            return _explain_entry(error, key, entry) + _origin(ENTRIES[entry][0], parsed)
     chosen = _chosen(error.parent_node._get_root()) if error.parent_node is not None else {}
     if isinstance(error, UNKNOWN_KEY):
         return choices.unknown_key(key, chosen) + _origin(key, parsed)
@@ -183,17 +190,16 @@ def _explain_key(error: OmegaConfBaseException, key: str, parsed: list[Override]
     return f"{override.input_line if override else key}: {_reason(error)}{_origin(key, parsed)}"
 
 
-def _explain_part(error: OmegaConfBaseException, key: str) -> str:
-    """Return the message for a setting of a mixture's part. `key` may lack the part's index."""
-    name, names = key.rpartition(".")[2], [field.name for field in dataclasses.fields(Part)]
+def _explain_entry(error: OmegaConfBaseException, key: str, entry: type[Part | RankAxes]) -> str:
+    """Return the message for a setting of an entry of a list. `key` may lack the entry's index."""
+    (part, example), name = ENTRIES[entry], key.rpartition(".")[2]
+    names = [field.name for field in dataclasses.fields(entry)]
     if isinstance(error, UNKNOWN_KEY):
         hint = choices.did_you_mean(name, names)
-        return (
-            f"data.parts: {name} is not a setting of a part.{hint} (settings: {', '.join(names)})"
-        )
+        return f"{part}: {name} is not a setting of an entry.{hint} (settings: {', '.join(names)})"
     if isinstance(error, MissingMandatoryValue):
-        return f"{key} has no value. Use data.parts=[{{path: PATH, weight: 0.7}}, {{path: PATH}}]."
-    return f"data.parts: {name}: {_reason(error)}"
+        return f"{key} has no value. Use {part}={example}."
+    return f"{part}: {name}: {_reason(error)}"
 
 
 def _reason(error: OmegaConfBaseException) -> str:

@@ -194,12 +194,14 @@ def hosts_of(devices: Sequence[Any]) -> list[list[Any]]:
     return [found[key] for key in sorted(found)]
 
 
-def hosts_text(mesh: Mesh) -> str | None:
-    """Return the axes that span hosts, such as "2 hosts: pp over 2"; None for one host."""
+def hosts_text(mesh: Mesh, *, has_axes: bool = True) -> str | None:
+    """Return the hosts and the axes that span them: "2 hosts: pp over 2"; None for one host."""
     devices = mesh.devices
     groups = len(hosts_of(list(devices.flat)))
     if groups == 1:
         return None
+    if not has_axes:
+        return f"{groups} {_kind(list(devices.flat))}"
     over = {}
     for k, axis in enumerate(mesh.axis_names):
         line = np.moveaxis(devices, k, 0).reshape(devices.shape[k], -1)[:, 0]

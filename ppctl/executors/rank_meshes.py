@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from ppctl.executors.described_devices import is_described
-from ppctl.executors.device_mesh import in_order, is_mine, mesh_of
+from ppctl.executors.device_mesh import hosts_text, in_order, is_mine, mesh_of
 from ppctl.schedule.mesh_axes import AXES, RANK_AXES, MeshSizes, ranks_text
 
 
@@ -113,6 +113,11 @@ class RankMeshes:
     def text(self) -> str | None:
         """The sizes of unequal ranks as typed after `mesh.ranks=`; None if all are equal."""
         return None if len(self.groups) == 1 else ranks_text(self.sizes_by_rank)
+
+    @property
+    def hosts_text(self) -> str | None:
+        """The hosts, and of equal ranks the axes that span them; None for one host."""
+        return hosts_text(self.storage, has_axes=self.text is None)
 
     @property
     def device(self) -> Any:

@@ -14,7 +14,6 @@ import jax
 from ppctl.config import Transformer
 from ppctl.config.groups.moe_settings import Experts
 from ppctl.config.schedule_from_config import label
-from ppctl.executors.device_mesh import hosts_text
 from ppctl.executors.work.planned_step import Machine
 from ppctl.model.experts.dispatch import Group, num_rows
 from ppctl.model.experts.expert_layer import expert_group
@@ -284,7 +283,7 @@ def _devices_text(job: TrainingJob, target: Target) -> str:
     """Return the devices, such as "64 x h100 (described)", and the axes over hosts, as text."""
     topology, hardware = target.plan.topology, target.known_hardware
     if target.plan.compiles if topology is not None else not target.is_away:
-        hosts = hosts_text(job.pipe.meshes.storage)
+        hosts = job.pipe.meshes.hosts_text
         return ", ".join(filter(None, (f"{target.number} x {target.kind}", hosts)))
     targets = targets_of(job)
     if len({each.request.name for each in targets}) > 1:

@@ -74,7 +74,7 @@ FAULTS = [
     ("train hardware=v100", "hardware=v100 is not an option of hardware. .hardware: h100, "),
     (
         "train data=mixture data.parts=[{path:a,wieght:1}]",
-        "data.parts: wieght is not a setting of a part. Did you mean weight. .settings: path, field",
+        "data.parts: wieght is not a setting of an entry. Did you mean weight. .settings: path, field",
     ),
     ("train data=mixture data.parts=[{weight:x}]", "data.parts: weight: Value 'x' of type 'str'"),
     (
@@ -82,6 +82,10 @@ FAULTS = [
         r"data.parts\[0\].path has no value. Use data.parts=\[{path: PATH, weight: 0.7}, {path:",
     ),
     ("train data=mixture data.parts=[1]", r"data.parts=\[1\]: Invalid type .*value: 1\.\n"),
+    (
+        "train mesh.ranks=[{fsdp:4},{tpp:2}]",
+        "mesh.ranks: tpp is not a setting of an entry. Did you mean tp. .settings: dp, fsdp",
+    ),
     ("train optim=zzz", "optim=zzz is not an option of optim. \\(optim: adafactor, adamw, custom"),
     ("train schedule.name=gpipe", "but the choice is schedule=interleaved. Use schedule=gpipe"),
     (

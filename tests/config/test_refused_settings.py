@@ -13,7 +13,7 @@ from ppctl import config as c
 from ppctl.cli.choices import request_words
 from ppctl.cli.compose import compose
 from ppctl.config.groups.data_settings import Mixture, Part
-from ppctl.config.groups.layout_settings import Balanced, Explicit
+from ppctl.config.groups.layout_settings import Balanced, Explicit, RankAxes
 from ppctl.config.groups.moe_settings import Experts
 from ppctl.config.groups.rope_settings import Rope
 from ppctl.errors import ConfigError
@@ -42,6 +42,10 @@ def joined(**network: float) -> c.Config:
 def config_with(**parts: object) -> c.Config:
     base = {"mesh": c.Mesh(1, 1), "data": c.Synthetic()}
     return c.Config(**{**base, **parts})  # type: ignore[arg-type]
+
+
+def of_ranks(ranks: str = "1-2", **axes: int) -> c.Mesh:
+    return c.Mesh(ranks=[RankAxes(fsdp=4), RankAxes(tp=2, ranks=ranks)], **axes)
 
 
 def scaled(**scaling):
@@ -408,6 +412,32 @@ MIXTURES = [
         (
             config_with(data=c.Regression()),
             "model=transformer cannot learn from data=regression. Use data=stdlib",
+        ),
+        (
+            config_with(mesh=of_ranks(dp=2), executor=c.Mpmd()),
+            "mesh.dp=2, but mesh.ranks states the sizes of 3 ranks. Use mesh.dp=1",
+        ),
+        (
+            config_with(mesh=of_ranks(pp=4), executor=c.Mpmd()),
+            "mesh.pp=4, but mesh.ranks states the sizes of 3 ranks",
+        ),
+        (
+            config_with(mesh=of_ranks(pp=3)),
+            "executor=spmd is one program for equal ranks, but mesh.ranks=.{fsdp:4},{ranks:1-2,tp:2}",
+        ),
+        (
+            config_with(mesh=of_ranks(ranks="2-3"), executor=c.Mpmd()),
+            r"mesh.ranks\[1\].ranks=2-3 is not the next ranks. Write 1-LAST, or leave it out",
+        ),
+        (
+            config_with(
+                mesh=c.Mesh(pp=2, ranks=[RankAxes(fsdp=4), RankAxes(dp=3)]), executor=c.Mpmd()
+            ),
+            r"data.batch_size=32 is not a multiple of schedule.num_microbatches\*lcm\(3, 4\)",
+        ),
+        (
+            config_with(mesh=c.Mesh(1, 4), hardware=c.AutoHardware(ranks=["h100", "a100"])),
+            "hardware.ranks has 2 names, but mesh.pp=4. Name the hardware of each rank",
         ),
     ],
     ids=lambda value: re.sub(r"\W+", "_", value)[:40] if isinstance(value, str) else "",

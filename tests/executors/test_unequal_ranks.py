@@ -11,7 +11,7 @@ from support.selection import full_except
 import ppctl
 from ppctl import config as c
 from ppctl.errors import ConfigError
-from ppctl.executors.mpmd.transfers import pieces_of, recut
+from ppctl.executors.mpmd.crossings import recut, row_places, rows as route_of_rows
 from ppctl.executors.rank_meshes import RankMeshes
 from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.training.pipeline.optimizers import make_optimizer
@@ -144,9 +144,9 @@ def test_rows_are_cut_anew_in_the_order_of_devices(sender, receiver):
     ]
     names = meshes[0].axis_names
     shardings = [jax.NamedSharding(mesh, jax.P(names)) for mesh in meshes]
-    pieces = pieces_of(*meshes, (True, True), rows.size // meshes[0].size)
+    route = route_of_rows(*(row_places(mesh, divides_rows=True) for mesh in meshes))
     there = jax.ShapeDtypeStruct(rows.shape, rows.dtype, sharding=shardings[1])
-    (found,) = recut(pieces, there, jax.device_put(rows, shardings[0]))
+    (found,) = recut(route, *meshes, there)(jax.device_put(rows, shardings[0]))
     assert found.sharding == shardings[1]
     np.testing.assert_array_equal(found, rows)
 

@@ -99,7 +99,22 @@ def request(seed: int, number: int, directory: Path) -> Request:
         made.processes = 2
     if rng.random() < BROKEN:
         _break(rng, made, sizes)
+    elif executor == "mpmd" and "schedule.vocab=parallel" not in schedule:
+        _resize_ranks(random.Random(f"{seed} {number} ranks"), made, sizes)
     return made
+
+
+def _resize_ranks(rng: random.Random, made: Request, sizes: Sizes) -> None:
+    """Give each rank sizes of its own, in a third of the requests; they divide the same batch."""
+    if rng.random() > 1 / 3 or any(word.startswith("mesh=") for word in made.training):
+        return
+    replicas, axes, ranks = sizes.dp * sizes.fsdp, sizes.axes, []
+    for _ in range(sizes.pp):
+        number = rng.choice([n for n in range(1, replicas + 1) if replicas % n == 0])
+        rank = {rng.choice(("dp", "fsdp")): number, "cp": axes.cp}
+        rank |= {"tp": rng.choice((1, axes.tp)), "ep": rng.choice((1, axes.ep))}
+        ranks.append(",".join(f"{axis}:{n}" for axis, n in rank.items()))
+    made.layout[0] = f"mesh.ranks=[{{{'},{'.join(ranks)}}}]"
 
 
 def _mesh(rng: random.Random) -> tuple[int, int, int]:

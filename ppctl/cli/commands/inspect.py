@@ -94,7 +94,8 @@ def show_summary(console: Console, job: TrainingJob, found: StepPrograms) -> Non
     config, schedule = job.config, job.pipe.schedule
     which = "no pipeline" if not config.executor.ENGINE.is_pipelined else schedule.name
     what = f"{config.executor.name}: {which}, {schedule.num_microbatches} microbatches"
-    mesh = f"mesh={config.mesh.text} ({', '.join(config.mesh.axes_text.split())})"
+    axes = config.mesh.axes_text if config.mesh.ranks else ", ".join(config.mesh.axes_text.split())
+    mesh = f"mesh={config.mesh.text} ({axes})"
     terminal.show_lines(console, f"{what}, {mesh} on {_devices(job)}")
     title = "collectives of a step (bytes: of their results, on one device)"
     rows = (row for each in found.programs for row in _rows(each))

@@ -176,20 +176,18 @@ class CompiledPrograms:
     def crossing(self, entry: PlanEntry, shapes: Mapping[Key, Tree]) -> crossings.Crossing:
         """Return the identity of the program of a move between processes."""
         parts, arrived = (parts_of(shapes[key]) for key in (entry.reads[0], entry.writes[0]))
-        return crossings.Crossing(parts, arrived, self._route(entry), *entry.ranks)
+        return crossings.Crossing(parts, arrived, self.route(entry), *entry.ranks)
 
-    def _route(self, entry: PlanEntry) -> crossings.Route:
-        sender, receiver = (self.submeshes[rank] for rank in entry.ranks)
+    def route(self, entry: PlanEntry) -> crossings.Route:
+        """Return the route of a move between processes, or between ranks of other sizes."""
+        ranks = [(self.submeshes[rank], self.model_of(rank)) for rank in entry.ranks]
+        numbers = [mesh.size for mesh, _ in ranks]
         if not self.changes_group(entry):
-            return crossings.direct(sender.size)
+            return crossings.direct(numbers[0])
         if value_kind(entry.reads[0][0]).form != "activation":
-            return crossings.copies(sender.size, receiver.size)
-        return crossings.rows_between(sender, receiver, self.divides_rows(entry))
-
-    def divides_rows(self, entry: PlanEntry) -> tuple[bool, bool]:
-        """Return whether tp divides the rows of a moved activation at sender and receiver."""
-        sender, receiver = (self.model_of(rank) for rank in entry.ranks)
-        return sender.divides_rows, receiver.divides_rows
+            return crossings.copies(*numbers)
+        places = (crossings.row_places(mesh, divides_rows=of.divides_rows) for mesh, of in ranks)
+        return crossings.rows(*places)
 
     def compile(self, entries: Sequence[PlanEntry], shapes: Mapping[Key, Tree]) -> None:
         """Compile missing programs in threads, started in plan order: the same in all processes."""

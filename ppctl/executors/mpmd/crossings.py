@@ -1,12 +1,14 @@
-"""Moves of values between ranks of several processes: one program over the devices of both.
+"""Moves of values between ranks of other sizes, or of several processes.
 
-A leaf goes by permutes from device to device, in rounds. Ranks of equal sizes need one round, in
-which each device sends its part to its counterpart.
+A leaf moves by a route. The rows of an activation lie in the order of a rank's devices, so a rank
+of other sizes cuts them anew. Between processes one program over the devices of both ranks sends
+units by permutes, in rounds; ranks of equal sizes need one round.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +24,6 @@ from ppctl.executors.mpmd.transfers import (
     local_shards,
     local_zeros,
     parts_of,
-    row_places,
 )
 
 Tree = Any
@@ -92,10 +93,66 @@ def rows(senders: np.ndarray, receivers: np.ndarray) -> Route:
     return Route(tuple(map(tuple, rounds)), sent, received)
 
 
-def rows_between(sender: Mesh, receiver: Mesh, divides_rows: tuple[bool, bool]) -> Route:
-    """Return the route of an activation; divides_rows: whether tp divides rows on either side."""
-    sides = zip((sender, receiver), divides_rows, strict=True)
-    return rows(*(row_places(mesh, divides_rows=divides) for mesh, divides in sides))
+def row_places(mesh: Mesh, *, divides_rows: bool) -> np.ndarray:
+    """Return the places in `devices.flat` of a rank, [lanes, parts], in the order of their rows.
+
+    A lane is a place along cp, and along tp unless tp divides rows: its values, which may be
+    summands, meet those of the same lane only.
+    """
+    sizes = mesh.shape
+    places = np.arange(mesh.size).reshape(-1, sizes["tp"], sizes["cp"])
+    lanes = places.transpose(2, 0, 1) if divides_rows else places.transpose(1, 2, 0)
+    return lanes.reshape(sizes["cp"] * (1 if divides_rows else sizes["tp"]), -1)
+
+
+# in one process
+
+
+def recut(
+    route: Route, sender: Mesh, receiver: Mesh, there: jax.ShapeDtypeStruct
+) -> Callable[[jax.Array], tuple[jax.Array]]:
+    """Return the call that moves an activation of one process; there: its sharded shape there.
+
+    On CPU the caller waits for the value, so that the programs here do not wait: XLA limits the
+    programs in flight (`ProgramsUnderWay`).
+    """
+    # 1. the pieces of each receiving device, in order: (sender, its first unit, its last unit)
+    of_receiver: dict[int, list[Hop]] = {}
+    for hop in sorted((hop for hops in route.rounds for hop in hops), key=lambda hop: hop.received):
+        of_receiver.setdefault(hop.receiver, []).append(hop)
+    pieces = {}
+    for j, hops in of_receiver.items():
+        runs = groupby(hops, lambda hop: (hop.sender, hop.sent - hop.received))
+        found = [(sender.devices.flat[i], [*run]) for (i, _), run in runs]
+        pieces[receiver.devices.flat[j]] = [(d, run[0].sent, run[-1].sent) for d, run in found]
+    assert isinstance(there.sharding, NamedSharding), "a mesh of devices"
+    shape, sharding = there.sharding.shard_shape(there.shape), there.sharding
+    waits = sender.devices.flat[0].platform == "cpu"
+
+    # 2. the call
+    def run(value: jax.Array) -> tuple[jax.Array]:
+        if waits:
+            value.block_until_ready()
+        parts, arrived = local_shards(value), {}
+        for device, of_device in pieces.items():
+            cut = [_cut(parts[d], route.num_sent, *units) for d, *units in of_device]
+            arrived[device] = _joined(jax.device_put(cut, device), shape)
+        return (from_shards(there.shape, sharding, arrived),)
+
+    return run
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _cut(part: jax.Array, number: int, first: int, last: int) -> jax.Array:
+    return part.reshape(number, -1)[first : last + 1].reshape(-1)
+
+
+@partial(jax.jit, static_argnums=1)
+def _joined(pieces: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:
+    return jnp.concatenate(pieces).reshape(shape)
+
+
+# between processes
 
 
 def union(sender: Mesh, receiver: Mesh) -> Mesh:

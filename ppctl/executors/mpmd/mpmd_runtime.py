@@ -5,7 +5,6 @@ program before it on its rank returns, so that every device runs its programs in
 docs/executors-internals.md, "The turns of mpmd", proves that this cannot deadlock.
 """
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -16,17 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from ppctl.executors.device_mesh import processes
 from ppctl.executors.mpmd.compiled_programs import CompiledPrograms, memory_breakdown
-from ppctl.executors.mpmd.crossings import TURN, crossing, union
+from ppctl.executors.mpmd.crossings import TURN, crossing, recut, union
 from ppctl.executors.mpmd.dispatch_plan import Call, Key, PlanEntry, Walk, last_uses
 from ppctl.executors.mpmd.plan_values import value_kind
-from ppctl.executors.mpmd.transfers import (
-    copy_across,
-    each_its_own,
-    local_zeros,
-    pieces_of,
-    recut,
-    resized,
-)
+from ppctl.executors.mpmd.transfers import copy_across, each_its_own, local_zeros, resized
 from ppctl.executors.programs_under_way import ProgramsUnderWay
 
 Tree = Any
@@ -125,7 +117,7 @@ class Runtime:
         # 1. inside a process; device_put takes 70 us to a device, 110 us to a sharding
         if not self.programs.crosses(entry):
             if self.programs.changes_group(entry):
-                return self._resized_move(entry, value, arrived)
+                return self._resized_move(entry, arrived)
             if len(set(processes(self.submeshes[rank]))) == 1:
                 devices = self.submeshes[rank].devices
                 to = devices.item() if devices.size == 1 else there
@@ -143,12 +135,9 @@ class Runtime:
 
         return in_both_turns
 
-    def _resized_move(self, entry: PlanEntry, sent: Tree, there: Tree) -> Call:
+    def _resized_move(self, entry: PlanEntry, there: Tree) -> Call:
         """Return the call that moves a value of one process to a rank of other sizes."""
-        form = value_kind(entry.reads[0][0]).form
-        if form != "activation":
+        if value_kind(entry.reads[0][0]).form != "activation":
             return partial(resized, there)
         sender, receiver = (self.submeshes[rank] for rank in entry.ranks)
-        divides_rows = self.programs.divides_rows(entry)
-        size = math.prod(sent.sharding.shard_shape(sent.shape))
-        return partial(recut, pieces_of(sender, receiver, divides_rows, size), there)
+        return recut(self.programs.route(entry), sender, receiver, there)

@@ -5,9 +5,9 @@ or values that differ between ranks. Then each device gives its part as its copy
 declared replicated; inside shard_map each device sees its part.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,82 +82,6 @@ def resized(there: Tree, value: Tree) -> tuple[Tree]:
         return jax.device_put(whole, to.sharding)
 
     return (jax.tree.map(one, value, there),)
-
-
-# an activation on a receiver of other sizes: rows lie in the order of devices, so they are cut anew
-
-
-class Piece(NamedTuple):
-    """A piece of the rows of an activation: elements `start` to `stop` of a sender's part."""
-
-    sender: Device
-    start: int
-    stop: int
-
-
-def row_places(mesh: Mesh, *, divides_rows: bool) -> np.ndarray:
-    """Return the places in `devices.flat` of a rank, [lanes, parts], in the order of their rows.
-
-    A lane is a place along cp, and along tp unless tp divides rows: its values, which may be
-    summands, meet those of the same lane only.
-    """
-    sizes = mesh.shape
-    places = np.arange(mesh.size).reshape(-1, sizes["tp"], sizes["cp"])
-    lanes = places.transpose(2, 0, 1) if divides_rows else places.transpose(1, 2, 0)
-    return lanes.reshape(sizes["cp"] * (1 if divides_rows else sizes["tp"]), -1)
-
-
-def pieces_of(
-    sender: Mesh, receiver: Mesh, divides_rows: tuple[bool, bool], part_size: int
-) -> dict[Device, tuple[Piece, ...]]:
-    """Return the pieces that form the part of each receiving device, in order.
-
-    divides_rows: whether tp divides rows on either side. part_size: elements of a sender's part.
-    """
-    senders, receivers = (
-        mesh.devices.ravel()[row_places(mesh, divides_rows=divides)]
-        for mesh, divides in zip((sender, receiver), divides_rows, strict=True)
-    )
-    size, found = part_size * senders.shape[1] // receivers.shape[1], {}
-    for (lane, j), device in np.ndenumerate(receivers):
-        first, last = j * size, (j + 1) * size
-        found[device] = tuple(
-            Piece(
-                senders[lane, i],
-                max(first - i * part_size, 0),
-                min(last - i * part_size, part_size),
-            )
-            for i in range(first // part_size, -(-last // part_size))
-        )
-    return found
-
-
-def recut(
-    pieces: Mapping[Device, Sequence[Piece]], there: jax.ShapeDtypeStruct, value: jax.Array
-) -> tuple[jax.Array]:
-    """Return an activation of one process on the receivers of `pieces`; there: its shape there.
-
-    On CPU the caller waits for the value, so that the programs here do not wait: XLA limits the
-    programs in flight (`ProgramsUnderWay`).
-    """
-    if next(iter(pieces)).platform == "cpu":
-        value.block_until_ready()
-    assert isinstance(there.sharding, NamedSharding), "a mesh of devices"
-    parts, shape, arrived = local_shards(value), there.sharding.shard_shape(there.shape), {}
-    for device, of_device in pieces.items():
-        cut = [_cut(parts[each.sender], each.start, each.stop) for each in of_device]
-        arrived[device] = _joined(jax.device_put(cut, device), shape)
-    return (from_shards(there.shape, there.sharding, arrived),)
-
-
-@partial(jax.jit, static_argnums=(1, 2))
-def _cut(part: jax.Array, start: int, stop: int) -> jax.Array:
-    return part.reshape(-1)[start:stop]
-
-
-@partial(jax.jit, static_argnums=1)
-def _joined(pieces: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:
-    return jnp.concatenate(pieces).reshape(shape)
 
 
 def parts_of(shapes: Tree) -> tuple[Part, ...]:

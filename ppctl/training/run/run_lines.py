@@ -8,7 +8,6 @@ from typing import Any
 from ppctl.config import Transformer
 from ppctl.config.changed_settings import Change
 from ppctl.executors.compiler_options import text_of
-from ppctl.executors.device_mesh import hosts_text
 from ppctl.reports.terminal_output import bubble_text, seconds_text, size_text
 from ppctl.schedule.placement_costs import peak_activations
 from ppctl.schedule.simulator import simulate
@@ -36,7 +35,7 @@ def describe(job: TrainingJob, start: int, changed: Sequence[Change] = ()) -> It
     size = f"{pipe.stack.num_layers} layers, {pipe.num_parameters:,} parameters{trained}"
     yield f"model     {model.name}, {size}, {pipe.dtype} compute{linear}{attention}"
     yield f"data      {job.data.source}"
-    over = hosts_text(pipe.meshes.storage)
+    over = pipe.meshes.hosts_text
     hosts = "" if over is None else f", {over}"
     devices = f"{pipe.meshes.num_devices} x {device.device_kind}{hosts}"
     yield f"mesh      {config.mesh.axes_text} on {devices}"
