@@ -7,7 +7,7 @@ DEV := .venv/installed-dev
 # puts the longest files first
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup train test test-full check lint smoke docs exhaustive chaos fuzz soak golden tutorial bench bench-gpu bench-plan bench-published bench-scale bench-start bench-vocabulary clean
+.PHONY: help setup train test test-full check lint smoke docs exhaustive chaos fuzz soak golden tutorial bench bench-gpu bench-groups bench-plan bench-published bench-scale bench-start bench-vocabulary clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -72,6 +72,9 @@ bench: $(INSTALLED) ## CPU seconds of a pipelined step compared with the un-pipe
 
 bench-gpu: $(DEV) ## on one accelerator: steps, predictions, ranks, traces, kernels next to their bars; 40 minutes
 	$(BIN)/python tests/benchmarks/accelerator.py
+
+bench-groups: $(DEV) ## gains of ranks of unequal sizes on published models: the table of docs/planning.md; 30 minutes
+	$(BIN)/python tests/benchmarks/unequal_groups.py
 
 bench-plan: $(DEV) ## rehearsed and measured steps of 26 layouts: errors, ranking, regret; about 20 minutes
 	$(BIN)/python tests/benchmarks/bench_plan.py

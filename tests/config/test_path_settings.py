@@ -15,7 +15,7 @@ TEXTS = {
     *("data.end_token", "data.field", "data.prompt_field", "data.parts.field"),
     *("data.parts.prompt_field", "model.window_pattern", "plan.topology", "run.coordinator"),
     *("run.name", "run.profile", "tune.recipe", "tune.schedules"),
-    *("hardware.device_kinds",),
+    *("hardware.device_kinds", "hardware.ranks", "mesh.ranks.ranks", "tune.cluster.hardware"),
 }
 WRITTEN = {"run.dir"}  # the run's place, which readers know
 

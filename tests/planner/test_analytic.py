@@ -107,6 +107,13 @@ def test_axes_of_hosts_that_are_not_full_have_the_slow_link():
     assert MACHINE.links({"dp": 3, "pp": 4, "fsdp": 1}) == {"dp": FAR, "pp": FAR, "fsdp": NEAR}
 
 
+def test_ranks_that_divide_a_host_keep_its_links_on_hosts_that_are_not_full():
+    machine, sizes = replace(MACHINE, host_devices=8), {"dp": 1, "pp": 3, "fsdp": 4}
+    assert machine.links(sizes) == {"dp": NEAR, "pp": FAR, "fsdp": NEAR}
+    fixed = replace(machine, order="fsdp-dp-pp")
+    assert NEAR not in [link for axis, link in fixed.links(sizes).items() if axis != "dp"]
+
+
 def test_without_hosts_or_a_network_all_transfers_use_one_link():
     sizes = {"dp": 64, "pp": 64, "fsdp": 1}
     assert set(replace(MACHINE, host_devices=None).links(sizes).values()) == {NEAR}

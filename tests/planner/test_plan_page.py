@@ -17,6 +17,7 @@ from ppctl.errors import ConfigError
 from ppctl.planner import make_plan as plan
 from ppctl.planner.show.plan_page import picture_of, plan_page
 from ppctl.planner.show.plan_terminal import memory_table, plan_lines, stage_table
+from ppctl.reports.charts.cluster_figure import cluster_svg
 from ppctl.reports.palette import PARTS as COLOURS
 from ppctl.training.pipeline.engines.step_programs import PARTS
 from ppctl.training.pipeline.job import assemble
@@ -265,3 +266,16 @@ def test_a_full_disk_fails_in_one_line():
         ConfigError, match=r"plan.html=/dev/full cannot be written: No space left on device\.$"
     ):
         run_plan(replace(SMALL, plan=config.Plan(html="/dev/full")), as_json=True)
+
+
+def test_devices_are_drawn_by_host_and_rank():
+    figure = cluster_svg([("one", 3), ("two", 9)], 8)
+    hosts = re.findall(r'class="host" x="(\d+)" y="(\d+)">host (\d)<', figure)
+    assert [number for *_, number in hosts] == ["0", "1"]
+    assert len({x for x, *_ in hosts}) == 1
+    titles = re.findall("<title>(.*?)</title>", figure)
+    assert titles == [f"device {n}: {'one' if n < 3 else 'two'}" for n in range(12)]
+    colours = re.findall(r'<rect [^>]*fill="(#\w+)"', figure)
+    assert colours == [COLOURS[0]] * 3 + [COLOURS[1]] * 9
+    assert 'aria-label="one: 3 devices; two: 9 devices"' in figure
+    assert cluster_svg([("one", 2**20)], 8) == ""

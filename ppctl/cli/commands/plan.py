@@ -6,7 +6,7 @@ from pathlib import Path
 from ppctl.cli.choices import request_words
 from ppctl.config import Config
 from ppctl.planner.make_plan import predicted
-from ppctl.planner.show.plan_page import picture_of, plan_page
+from ppctl.planner.show.plan_page import cluster_of, picture_of, plan_page
 from ppctl.planner.show.plan_terminal import show_plan
 from ppctl.reports.terminal_output import check_file, show_json, write_file
 from ppctl.training.pipeline.job import assemble
@@ -23,7 +23,8 @@ def plan(config: Config, *, as_json: bool) -> int:
     found = predicted(job)
     if file is not None:
         words = request_words(asdict(config))
-        page = plan_page(found, picture_of(job, found.unknown), words)
+        cluster = cluster_of(job, found)
+        page = plan_page(found, picture_of(job, found.unknown), words, cluster)
         write_file(f"plan.html={file}", Path(file), page)
     if as_json:
         show_json(asdict(found))

@@ -13,8 +13,10 @@ from ppctl.config import Config
 from ppctl.errors import ConfigError
 from ppctl.launch.supervisor import STOP_SIGNALS, handling
 from ppctl.planner.search.layout_search import SearchProgress
+from ppctl.planner.search.tune_groups import check_groups, of_one_kind, tune_groups
 from ppctl.planner.search.tune_layouts import tune_layouts
 from ppctl.planner.search.tuned_files import LAUNCHERS, own_path, write_job_script, write_recipe
+from ppctl.planner.show.groups_terminal import show_groups
 from ppctl.planner.show.tune_terminal import chosen_number, show_numbers, show_tuned
 from ppctl.reports.terminal_output import show_lines
 from ppctl.training.pipeline.known_hardware import known
@@ -26,6 +28,8 @@ def tune(config: Config, *, as_json: bool) -> int:
     """Print the best layouts, write recipe and job script of the first; return 1 if none fits."""
     if isinstance(config.tune.devices, list):
         return _of_several(config, config.tune.devices, as_json=as_json)
+    if config.tune.groups == "unequal":
+        return _of_groups(config, as_json=as_json)
     name, launch = config.tune.recipe, config.tune.launch
     path = None if name is None else own_path(name, ".yaml")  # checked before the search
     script = None if launch is None or name is None else own_path(name, LAUNCHERS[launch].suffix)
@@ -86,6 +90,21 @@ def _of_several(config: Config, numbers: Sequence[int], *, as_json: bool) -> int
         path = write_recipe(path, first.request.config, first.step_s, first.measured_s)
     show_numbers(found, chosen, tune.days, path, as_json=as_json)
     return _code(progress, is_found=chosen is not None)
+
+
+def _of_groups(config: Config, *, as_json: bool) -> int:
+    """Print the best layouts of equal and unequal ranks, write the recipe of the unequal ones."""
+    name, one = config.tune.recipe, of_one_kind(config)
+    path = None if name is None else own_path(name, ".yaml")
+    with _progress(config) as progress:
+        check_groups(config)
+        tuned = None if one is None else tune_layouts(one, progress)
+        found = tune_groups(config, progress)
+    if path is not None and (layout := found.unequal) is not None:
+        what = "the fastest 1f1b layout of ranks of any sizes"
+        path = write_recipe(path, layout.request, layout.step_s, None, what)
+    show_groups(tuned, found, None if found.unequal is None else path, as_json=as_json)
+    return _code(progress, is_found=found.unequal is not None)
 
 
 def job_words(launch: str, config: Config, name: str) -> list[str]:

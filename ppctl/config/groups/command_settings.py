@@ -92,6 +92,14 @@ class Plan(Settings):
 
 
 @dataclass
+class HostGroup:
+    """Hosts of a cluster with the same chips, next to each other in the order of devices."""
+
+    hosts: Annotated[int, MOST_DEVICES] = 1
+    hardware: str = "???"  # name of a file in conf/hardware
+
+
+@dataclass
 class Tune(
     axes_record(STAGE_AXES, list[Count] | None, None, "sizes of mesh.{name}; None: {tuned_about}"),
     Settings,
@@ -100,11 +108,17 @@ class Tune(
 
     # number of devices, or a list: a table of the best layout for each; None: the mesh's
     devices: Annotated[Any, _is_number, MOST_DEVICES] = None
+    # sizes of ranks: equal | unequal (also finds ranks of unequal sizes, for executor=mpmd)
+    groups: Annotated[str, checks.one_of("equal", "unequal")] = "equal"
+    # hosts by kind of chip, instead of tune.devices and hardware, for tune.groups=unequal:
+    # [{hosts: 4, hardware: h100}, {hosts: 4, hardware: a100}]
+    cluster: list[HostGroup] = field(default_factory=list[HostGroup])
     days: Positive | None = None  # limit in days for plan.tokens; selects the fewest tune.devices
     schedules: list[str] | None = None  # families; None: all that the executor runs
     # values of executor.remat; None: all
     remat: list[Annotated[str, checks.one_of(*Remat)]] | None = None
     max_chunks: MaxChunks = 4  # maximum stages per rank
+    microbatches: list[Count] | None = None  # numbers of microbatches; None: all that divide
     # values of schedule.vocab; None: all that executor and model support
     vocab: list[Annotated[str, checks.one_of(*Schedule.VOCAB)]] | None = None
     best: Annotated[int, checks.up_to(1000, "each is built to be predicted")] = 10  # layouts shown
@@ -119,6 +133,7 @@ class Tune(
     def check(self) -> None:
         Settings.check(self)
         several = isinstance(self.devices, list)
+        self._check_groups()
         if self.days is not None and not several:
             raise ConfigError(
                 f"tune.days={self.days:g} chooses among several numbers of devices. Use "
@@ -145,6 +160,35 @@ class Tune(
                 f"tune.launch={self.launch} writes a job script next to the recipe, but "
                 "tune.recipe=null. Give the recipe a name, or leave out tune.launch."
             )
+
+    def _check_groups(self) -> None:
+        """Raise ConfigError for settings that do not go together with tune.groups."""
+        for number, each in enumerate(self.cluster):
+            checks.domains(f"tune.cluster[{number}]", each)
+        if self.groups == "equal":
+            if self.cluster:
+                raise ConfigError(
+                    f"tune.cluster has {len(self.cluster)} groups of hosts, but tune.groups=equal "
+                    "reads tune.devices and hardware. Use tune.groups=unequal, or leave it out."
+                )
+            return
+        if self.cluster and self.devices is not None:
+            raise ConfigError(
+                f"tune.devices={self.devices} and tune.cluster both state the devices. Leave out "
+                "one of them."
+            )
+        families = self.schedules or ["1f1b"]
+        lacking = [
+            (f"tune.devices={self.devices}", "one number", isinstance(self.devices, list)),
+            (f"tune.measure={self.measure}", "0", self.measure),
+            (f"tune.launch={self.launch}", "null", self.launch),
+            (f"tune.schedules={families}", "1f1b", "1f1b" not in families),
+            (f"tune.vocab={self.vocab}", "whole", "whole" not in (self.vocab or ["whole"])),
+        ]
+        for stated, use, is_wrong in lacking:
+            if is_wrong:
+                what = "tune.groups=unequal finds one layout of schedule 1f1b, and runs nothing"
+                raise ConfigError(f"{what}, but {stated}. Use {use}, or tune.groups=equal.")
 
 
 @dataclass

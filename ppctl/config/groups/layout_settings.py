@@ -1,14 +1,15 @@
 """The layout of a run: its mesh, which layers each stage holds, and how tasks run on devices."""
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import permutations
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, Self, cast
 
 from ppctl.config.field_checks import Natural, Settings, domains, one_of, up_to
 from ppctl.errors import ConfigError
 from ppctl.schedule import mesh_axes
 from ppctl.schedule.engine_traits import ALONE, BY_TASKS, IN_TICKS, EngineTraits
-from ppctl.schedule.mesh_axes import AXES, RANK_AXES, STAGE_AXES, MeshSizes, axes_record
+from ppctl.schedule.mesh_axes import AXES, RANK_AXES, STAGE_AXES, MeshSizes, axes_record, equal_runs
 from ppctl.schedule.remat import Remat
 
 OUTER = (name for name in AXES if name not in STAGE_AXES)
@@ -32,6 +33,18 @@ class Mesh(axes_record(kind=Devices), Settings):
     order: Annotated[str, one_of(*ORDERS)] = "auto"
     # sizes of each rank, in place of the axes above: [{fsdp: 4}, {ranks: 1-2, dp: 2, tp: 2}]
     ranks: list[RankAxes] = field(default_factory=list[RankAxes])
+
+    @classmethod
+    def of(cls, ranks: Sequence[MeshSizes], order: str = "auto") -> Self:
+        """Return the mesh of ranks with these sizes."""
+        if len({*ranks}) == 1:
+            return cls(**replace(ranks[0], pp=len(ranks)).by_axis, order=order)
+        entries = list[RankAxes]()
+        for numbers, sizes in equal_runs(ranks):
+            entries.append(RankAxes(ranks=numbers))
+            for axis in RANK_AXES:
+                setattr(entries[-1], axis, getattr(sizes, axis))
+        return cls(pp=len(ranks), order=order, ranks=entries)
 
     def check(self) -> None:
         Settings.check(self)

@@ -54,9 +54,13 @@ class Machine:
         if self.network is None or self.host_devices is None or num_devices <= self.host_devices:
             return dict.fromkeys(sizes, 1)
         num_hosts, left = divmod(num_devices, self.host_devices)
-        if left:  # partly filled hosts: the worst case, a host for each device
-            return dict(sizes)
-        return over_hosts(sizes, self.order, num_hosts)
+        if not left:
+            return over_hosts(sizes, self.order, num_hosts)
+        # partly filled hosts. Without dp, ranks that divide a host lie inside one, in device order
+        of_rank = num_devices // sizes["pp"]
+        if self.order == "auto" and sizes["dp"] == 1 and self.host_devices % of_rank == 0:
+            return dict.fromkeys(sizes, 1) | {"pp": sizes["pp"]}
+        return dict(sizes)  # the worst case, a host for each device
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,17 @@ LEAST_WIDTH = 256  # columns of x per device along tp
 LEAST_TOKENS = 4096  # tokens of a sequence per device along cp
 STAGE_RECORDS = tuple(axis for axis in MESH_AXES if axis.in_stage)
 
-# (sizes of `STAGE_AXES`, number of vocabulary parts; 0: undivided) -> one device's work and bytes
-DeviceModels = Callable[[MeshSizes, int], tuple[ModelWork, ParamBytes]]
+
+class DeviceModel(NamedTuple):
+    """The model of one device of a divided stage: its work on one example, its bytes."""
+
+    work: ModelWork
+    params: ParamBytes
+    counted: Model  # the traced model, with a batch of one example
+
+
+# (sizes of `STAGE_AXES`, number of vocabulary parts; 0: undivided) -> the model of one device
+DeviceModels = Callable[[MeshSizes, int], DeviceModel]
 Requested = Mapping[str, Sequence[int] | None]  # sizes by name of `STAGE_AXES`; None: open
 
 
@@ -55,7 +64,7 @@ def device_models(
     """
 
     @cache
-    def model(division: MeshSizes, vocab_parts: int) -> tuple[ModelWork, ParamBytes]:
+    def model(division: MeshSizes, vocab_parts: int) -> DeviceModel:
         # 1. a device's shards
         there = replace(axes, **_sizes(division), vocab_parts=vocab_parts)
         divided = divided_stack(stack, there, batch)
@@ -71,8 +80,9 @@ def device_models(
         # 2. their work; a divided vocabulary does not change the work of layers
         shapes, how = (held["embed_head"], layer, example(batch)), (1, Remat.NONE, 0, dtype, there)
         counted = Model(stack.in_shards(divided), *shapes, *how, parts=divided.parts)
-        whole = with_embed_head_of(model(division, 0)[0], counted) if vocab_parts else None
-        return whole or work_of(counted), param_bytes(state, counted, shards, update_flops)
+        whole = with_embed_head_of(model(division, 0).work, counted) if vocab_parts else None
+        params = param_bytes(state, counted, shards, update_flops)
+        return DeviceModel(whole or work_of(counted), params, counted)
 
     return model
 

@@ -40,6 +40,7 @@ class Space:
     trained: float = 1.0  # trained share of the layers' weights
     divisions: tuple[MeshSizes, ...] = (MeshSizes(),)  # sizes of `STAGE_AXES`
     vocab: tuple[str, ...] = ("whole",)  # choices of schedule.vocab
+    numbers: tuple[int, ...] | None = None  # choices of the number of microbatches; None: all
 
     @property
     def meshes(self) -> Sequence[MeshSizes]:
@@ -69,7 +70,8 @@ class Space:
         for mesh, remat in product(self.meshes, map(Remat.of, self.remats)):
             examples, left = divmod(self.batch_size, mesh.along(DATA_AXES))
             for number in () if left else divisors(examples):
-                yield mesh, Microbatch(examples // number, number, self.example_bytes, remat)
+                if self.numbers is None or number in self.numbers:
+                    yield mesh, Microbatch(examples // number, number, self.example_bytes, remat)
 
     @property
     def that_divide(self) -> tuple[int, int] | None:

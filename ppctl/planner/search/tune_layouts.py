@@ -19,6 +19,7 @@ from ppctl import config as settings
 from ppctl.config import Config, Mpmd, Spmd, Uniform
 from ppctl.config.groups.layout_settings import Explicit
 from ppctl.config.schedule_from_config import named
+from ppctl.data.dataset import DataSet
 from ppctl.errors import ConfigError
 from ppctl.executors.device_mesh import all_devices
 from ppctl.executors.model_shapes import tree_bytes
@@ -32,7 +33,7 @@ from ppctl.planner.cost.target_devices import DeviceLimit, Target
 from ppctl.planner.cost.token_budget import TokenBudget, check_tokens, token_budget
 from ppctl.planner.rehearsal.timed_runs import run_steps
 from ppctl.planner.search import layout_search
-from ppctl.planner.search.device_models import device_models, example, stage_divisions
+from ppctl.planner.search.device_models import DeviceModels, device_models, example, stage_divisions
 from ppctl.planner.search.layout_candidate import Candidate
 from ppctl.planner.search.layout_space import PREFERRED, Space
 from ppctl.planner.search.tuned_files import Hosts, hosts_for
@@ -118,14 +119,8 @@ def tune_layouts(config: Config, progress: layout_search.SearchProgress | None =
     # 1. the hardware, and the memory of a device
     _check(config.executor, config.schedule.vocab, config.tune.schedules)
     tune, num_devices = config.tune, config.tune.devices or config.mesh.num_devices
-    topology, number = config.plan.topology, num_devices if tune.measure else 1
-    start_jax(config.run, config.run.dtype or DEFAULT_DTYPE, number, is_away=topology is not None)
-    device, fraction = all_devices()[0], config.run.memory_fraction
-    dtype = config.run.dtype or known_hardware.default_dtype(config.hardware, device, topology)
-    there = known_hardware.planned_for(config.hardware, device.device_kind, topology)
-    check_memory_fraction(fraction, device, there)
-    how = config.plan, config.mesh.order, config.executor.xla_flags, fraction
-    target = Target(config.hardware, device, num_devices, dtype, *how)
+    target = target_of(config, config.hardware, num_devices)
+    dtype = target.dtype
     if tune.measure:
         _check_attached(target, tune.measure)
     hosts = None if tune.launch is None else hosts_for(tune.launch, target.hardware, num_devices)
@@ -135,13 +130,7 @@ def tune_layouts(config: Config, progress: layout_search.SearchProgress | None =
     batch = batch_shapes(data)
     tokens = None if data.vocab_size is None else data.batch_size * batch["inputs"].shape[1]
     check_tokens("plan.tokens", config.plan.tokens, tokens)
-    with_kernels = known_hardware.described_device(target.hardware) or device
-    stack = stack_for(config, data, jnp.dtype(dtype), with_kernels)
-    stack = stack.counted(config.costs.expert_imbalance)
-    optimizer, _ = make_optimizer(config.optim, config.run.num_steps, stack)
-    optimizer = clipped(optimizer, config.optim.clip_norm)
-    if config.optim.ema is not None:  # as many bytes as the average
-        optimizer = optax.chain(optimizer, optax.ema(config.optim.ema))
+    stack, optimizer = model_of(config, target, data)
     search = search_of(config.executor, tune, optimizer, stack, batch, target)
     began = time.perf_counter()
     found = planned_layouts(search, partial(as_planned, config, stack), tune.best, progress)
@@ -166,6 +155,34 @@ def tune_layouts(config: Config, progress: layout_search.SearchProgress | None =
     )
 
 
+def target_of(
+    config: Config, hardware: settings.Hardware | settings.AutoHardware, num_devices: int
+) -> Target:
+    """Start JAX; return the target devices of a search."""
+    topology, number = config.plan.topology, num_devices if config.tune.measure else 1
+    start_jax(config.run, config.run.dtype or DEFAULT_DTYPE, number, is_away=topology is not None)
+    device, fraction = all_devices()[0], config.run.memory_fraction
+    dtype = config.run.dtype or known_hardware.default_dtype(hardware, device, topology)
+    there = known_hardware.planned_for(hardware, device.device_kind, topology)
+    check_memory_fraction(fraction, device, there)
+    how = config.plan, config.mesh.order, config.executor.xla_flags, fraction
+    return Target(hardware, device, num_devices, dtype, *how)
+
+
+def model_of(
+    config: Config, target: Target, data: DataSet
+) -> tuple[Stack, optax.GradientTransformation]:
+    """Return the model with the kernels of the target devices, and its optimizer."""
+    with_kernels = known_hardware.described_device(target.hardware) or target.device
+    stack = stack_for(config, data, jnp.dtype(target.dtype), with_kernels)
+    stack = stack.counted(config.costs.expert_imbalance)
+    optimizer, _ = make_optimizer(config.optim, config.run.num_steps, stack)
+    optimizer = clipped(optimizer, config.optim.clip_norm)
+    if config.optim.ema is not None:  # as many bytes as the average
+        optimizer = optax.chain(optimizer, optax.ema(config.optim.ema))
+    return stack, optimizer
+
+
 def _check_attached(target: Target, measure: int) -> None:
     """Raise ConfigError if the attached devices differ from the hardware to tune for."""
     if target.hardware.name != known_hardware.resolved(settings.AutoHardware(), target.kind).name:
@@ -173,6 +190,37 @@ def _check_attached(target: Target, measure: int) -> None:
             f"tune.measure={measure} runs steps on the devices of this machine ({target.kind}), "
             f"but hardware={target.hardware.name}. Use tune.measure=0, or hardware=auto."
         )
+
+
+def stage_models(
+    executor: settings.Reference,
+    tune: settings.Tune,
+    optimizer: optax.GradientTransformation,
+    stack: Stack,
+    batch: Shapes,
+    target: Target,
+) -> tuple[DeviceModels, tuple[MeshSizes, ...]]:
+    """Return the model of one device by division of a stage, and the divisions within `tune`."""
+    assert isinstance(executor, Spmd | Mpmd), "other executors have one layout"
+    state = state_shapes(stack, optimizer)
+    context = executor.context if isinstance(executor, Mpmd) else "gather"
+    axes = StageAxes(sequence_parallel=executor.sequence_parallel, context=context)
+    flops = 0 if stack.options.network else update_flops(optimizer, one_layer_of(stack))
+    models = device_models(stack, state, batch, jnp.dtype(target.dtype), axes, flops)
+    requested = {name: getattr(tune, name) for name in STAGE_AXES}
+    x = jax.eval_shape(stack.outer[0], state["params"]["embed_head"], example(batch)["inputs"])
+    num_devices = target.number, target.machine.host_devices or target.number
+    return models, tuple(stage_divisions(models, stack, x, axes, requested, *num_devices))
+
+
+def layer_costs(
+    executor: settings.Reference, stack: Stack, batch: Shapes, dtype: jnp.dtype
+) -> tuple[float, ...] | None:
+    """Return the cost of each layer relative to their mean; None: all equal."""
+    if stack.are_alike:
+        return None
+    recompute = Remat.of(executor.remat).recomputes
+    return relative_costs(stack, batch, dtype, recompute=recompute).layers
 
 
 def search_of(
@@ -184,30 +232,18 @@ def search_of(
     target: Target,
 ) -> layout_search.LayoutSearch:
     """Return the search of a model's layouts within `tune`. batch: shapes of a global batch."""
-    # 1. the model, and the divisions of its stages
     assert isinstance(executor, Spmd | Mpmd), "other executors have one layout"
     machine, dtype, limit = target.machine, jnp.dtype(target.dtype), target.limit
-    state = state_shapes(stack, optimizer)
-    context = executor.context if isinstance(executor, Mpmd) else "gather"
-    axes = StageAxes(sequence_parallel=executor.sequence_parallel, context=context)
-    flops = 0 if stack.options.network else update_flops(optimizer, one_layer_of(stack))
-    models = device_models(stack, state, batch, dtype, axes, flops)
-    requested = {name: getattr(tune, name) for name in STAGE_AXES}
-    x = jax.eval_shape(stack.outer[0], state["params"]["embed_head"], example(batch)["inputs"])
-    num_devices = target.number, machine.host_devices or target.number
-    divisions = stage_divisions(models, stack, x, axes, requested, *num_devices)
+    models, divisions = stage_models(executor, tune, optimizer, stack, batch, target)
 
     def step_of(mesh: MeshSizes, microbatch: Microbatch, vocab_parts: int) -> Step:
         share = -(-stack.num_layers // mesh.pp)
         layout = PlannedLayout(mesh, share, share, vocab_parts)
         how = microbatch, machine, executor.gather, executor.unroll, target.adds_products
-        return Step(*models(mesh.only(STAGE_AXES), vocab_parts), layout, *how)
+        work, params, _ = models(mesh.only(STAGE_AXES), vocab_parts)
+        return Step(work, params, layout, *how)
 
-    # 2. the layouts
-    batch_size, layer_costs = batch["inputs"].shape[0], None
-    if not stack.are_alike:
-        recompute = Remat.of(executor.remat).recomputes
-        layer_costs = relative_costs(stack, batch, dtype, recompute=recompute).layers
+    batch_size, state = batch["inputs"].shape[0], state_shapes(stack, optimizer)
     space = Space(
         target.number,
         stack.num_layers,
@@ -217,10 +253,11 @@ def search_of(
         families=tuple(tune.schedules or PREFERRED),
         remats=tuple(tune.remat or tune.REMAT),
         max_chunks=tune.max_chunks,
-        layer_costs=layer_costs,
+        layer_costs=layer_costs(executor, stack, batch, dtype),
         trained=trained_share(state["params"]["layers"], stack.trains("layers")),
-        divisions=tuple(divisions),
+        divisions=divisions,
         vocab=_vocab(tune.vocab, stack, batch),
+        numbers=None if tune.microbatches is None else tuple(tune.microbatches),
     )
     return layout_search.LayoutSearch(space, step_of, inf if limit is None else limit.size_bytes)
 
@@ -312,7 +349,7 @@ def as_planned(config: Config, stack: Stack, layout: Candidate) -> Row:
     schedule = named(layout.family, layout.num_microbatches, layout.num_chunks)
     request = replace(
         config,
-        mesh=settings.Mesh(**layout.mesh.by_axis, order=config.mesh.order),
+        mesh=settings.Mesh.of([layout.mesh] * layout.mesh.pp, config.mesh.order),
         schedule=replace(schedule, vocab=layout.vocab),
         partition=Uniform() if layout.is_even else Explicit(layers=[*layout.partition]),
         executor=replace(config.executor, remat=str(layout.remat)),

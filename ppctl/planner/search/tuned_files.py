@@ -49,15 +49,21 @@ def command_of(path: Path) -> str:
     return f"ppctl train {'' if is_found else '--config-dir . '}recipes={path.stem}"
 
 
-def write_recipe(path: Path, config: Config, step_s: float, measured_s: float | None) -> Path:
-    """Write the request of a layout as a recipe; return its path.
+def write_recipe(
+    path: Path,
+    config: Config,
+    step_s: float,
+    measured_s: float | None,
+    what: str = "the fastest layout",
+) -> Path:
+    """Write the request of a layout as a recipe; return its path. what: the layout in its claim.
 
     If `path` holds another request, the recipe is NAME_2, NAME_3, ... step_s, measured_s: predicted
     and measured seconds of a step; measured_s=None: not measured.
     """
     for number in count(1):
         place = path if number == 1 else path.with_stem(f"{path.stem}_{number}")
-        text = _recipe(place, config, step_s, measured_s)
+        text = _recipe(place, config, step_s, measured_s, what)
         before = place.read_text(errors="replace") if place.exists() else text
         if _request(before) == _request(text):
             write_own(place, text)
@@ -70,14 +76,14 @@ def _request(recipe: str) -> list[str]:
     return [line for line in recipe.splitlines() if not line.startswith("#")]
 
 
-def _recipe(path: Path, config: Config, step_s: float, measured_s: float | None) -> str:
+def _recipe(path: Path, config: Config, step_s: float, measured_s: float | None, what: str) -> str:
     # 1. its head
     seconds = f"{step_s:.4g} seconds a step as planned"
     seconds += "" if measured_s is None else f", {measured_s:.4g} as measured"
     head = [
         "# @package _global_",
         MARK,
-        f"# Claim: the fastest layout found for {config.mesh.num_devices} devices: {seconds}.",
+        f"# Claim: {what} found for {config.mesh.num_devices} devices: {seconds}.",
         f"# Command: {command_of(path)}",
         f"# Assumes: {_assumed(config.data, config.model, config.hardware)}.",
     ]
@@ -106,6 +112,8 @@ def _assumed(data: Any, model: Any, hardware: Hardware | AutoHardware) -> str:
     words = [f"data={data.name}", *(f"data.{name}={value}" for name, value in settings.items())]
     seq_len = getattr(model, "seq_len", None)
     words += [] if seq_len is None else [f"model.seq_len={seq_len}"]
+    if isinstance(hardware, AutoHardware) and hardware.ranks:
+        return f"{' '.join(words)}, hardware.ranks=[{','.join(hardware.ranks)}]"
     attached = " (attached)" if isinstance(hardware, AutoHardware) else ""
     return f"{' '.join(words)}, hardware={hardware.name}{attached}"
 
@@ -121,6 +129,11 @@ def _settings(part: Any) -> dict[str, Any]:
         return _differences(asdict(part), usual)
     if isinstance(part, Mesh):
         axes = _differences(asdict(part), asdict(Mesh()))
+        if part.ranks:  # sizes of 1 are left out
+            axes["ranks"] = [
+                {name: n for name, n in asdict(each).items() if n not in (None, 1)} or {"dp": 1}
+                for each in part.ranks
+            ]
         return {name: value for name, value in axes.items() if name not in TEXT_AXES}
     usual = type(part)()
     is_of_file = not isinstance(part, Run) and part.name != usual.name

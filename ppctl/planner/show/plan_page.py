@@ -3,15 +3,17 @@
 import shlex
 from collections.abc import Iterable, Sequence
 
-from ppctl.planner.cost.predict_step import steps_of, timeline_of
+from ppctl.planner.cost.predict_step import steps_of, target_of, timeline_of
 from ppctl.planner.cost.step_time import op_times
 from ppctl.planner.make_plan import Prediction
 from ppctl.planner.rehearsal.rehearse_ranks import Rehearsal
 from ppctl.planner.show import plan_terminal as terminal
 from ppctl.reports import page_kit as kit
+from ppctl.reports.charts.cluster_figure import cluster_svg
 from ppctl.reports.charts.draw_schedule import charts_html, too_many_tasks
 from ppctl.reports.charts.page_figures import memory_bars
 from ppctl.reports.charts.schedule_drawing import Drawing
+from ppctl.schedule.mesh_axes import RANK_AXES, axes_text
 from ppctl.schedule.simulator import Timeline
 from ppctl.training.pipeline.job import TrainingJob
 
@@ -19,10 +21,13 @@ MOST_BARS = 64
 FITS = {True: kit.YES, False: kit.NO, None: kit.UNKNOWN}
 
 
-def plan_page(found: Prediction, picture: Drawing | str, words: Sequence[str]) -> str:
+def plan_page(
+    found: Prediction, picture: Drawing | str, words: Sequence[str], cluster: str = ""
+) -> str:
     """Return the HTML page of a plan.
 
     picture: the drawing of the step, or why it is missing. words: arguments of `ppctl plan`.
+    cluster: the figure of the devices; "": none.
     """
     pipeline = "un-pipelined" if found.ideal_bubble_fraction is None else found.schedule
     shown = terminal.shown_ranks(found, MOST_BARS)
@@ -35,6 +40,7 @@ def plan_page(found: Prediction, picture: Drawing | str, words: Sequence[str]) -
         _table("the step", [], terminal.plan_lines(found), "request"),
         kit.section("Memory of one device", memory, _table(*terminal.memory_table(found))),
         kit.section("Stages", *stages),
+        kit.section("Devices by rank", cluster),
         kit.section("The step, as predicted, without per-step overhead", _chart(picture)),
         kit.section("What this assumes", kit.bullets(found.assumes)),
         kit.section("The request", kit.command(shlex.join(["ppctl", "plan", *words]))),
@@ -71,6 +77,29 @@ def picture_of(job: TrainingJob, unknown: str | None) -> Drawing | str:
     if reason is not None:
         return reason
     return Drawing(schedule.name, timeline_of(job.pipe, [*map(op_times, steps_of(job))]))
+
+
+def cluster_of(job: TrainingJob, found: Prediction) -> str:
+    """Return the figure of the devices by rank and host; "" without a pipeline.
+
+    Ranks take the devices in order, as `mesh.order=auto` places them over hosts.
+    """
+    sizes, target = job.pipe.meshes.sizes_by_rank, target_of(job)
+    if len(sizes) == 1 or job.config.mesh.order != "auto":
+        return ""
+    stages, ranks = dict[int, list[str]](), list[tuple[str, int]]()
+    for stage in found.stages:
+        last = stage.first_layer + stage.num_layers - 1
+        layers = f"{stage.first_layer}-{last}" if stage.num_layers > 1 else f"{last}"
+        stages.setdefault(stage.rank, []).append(layers)
+    for rank, of in enumerate(sizes):
+        axes = axes_text(of.only(RANK_AXES).shown(RANK_AXES))
+        place = next((each.place for each in found.stages if each.rank == rank), "")
+        where = place or f"{of.num_devices}, {axes}"
+        ranks.append((f"rank {rank}, layers {' '.join(stages[rank])}: {where}", of.num_devices))
+    hardware = target.known_hardware
+    host = None if hardware is None else hardware.host_devices
+    return cluster_svg(ranks, host or sum(number for _, number in ranks))
 
 
 def _table(
