@@ -214,7 +214,7 @@ def unknown_key(key: str, chosen: Mapping[str, tuple[str, type]]) -> str:
     chosen: for each part, the chosen option and its dataclass.
 
     >>> unknown_key("mesh.ppp", {"mesh": ("2x4", Mesh)})
-    'mesh.ppp is not a setting of mesh=2x4. Did you mean mesh.pp? (settings: dp, pp, ..., order)'
+    'mesh.ppp is not a setting of mesh=2x4. Did you mean mesh.pp? (settings: dp, pp, ..., ranks)'
     """
     # 1. keys outside the parts
     head, _, bad = key.partition(".")

@@ -7,7 +7,7 @@ import pytest
 from ppctl import config as c
 from ppctl.config.groups.layout_settings import Balanced, Explicit
 from ppctl.errors import ConfigError, ScheduleError
-from ppctl.planner.cost.predict_step import memory_of, step_of
+from ppctl.planner.cost.predict_step import memory_of, steps_of
 from ppctl.schedule.simulator import simulate
 from ppctl.training.pipeline.job import assemble, divide
 from ppctl.training.pipeline.pipeline_step import ModelCosts
@@ -61,7 +61,7 @@ def test_bytes_of_ranks_equal_the_engines_count(family, remat):
         assert found >= exact or not held["weights"], (
             "only the update, after all tasks, may need more"
         )
-    in_plan = memory_of(job.pipe, step_of(job))
+    in_plan = memory_of(job.pipe, steps_of(job))
     for found, held in zip(placed.ledger(schedule).peaks(schedule), in_plan, strict=True):
         assert held["temporaries"] > 0
         assert found >= total(held), "the largest temporaries count at all times"
@@ -69,7 +69,7 @@ def test_bytes_of_ranks_equal_the_engines_count(family, remat):
 
 def test_in_lockstep_bytes_equal_the_programs():
     job = planned(request(c.Interleaved(num_microbatches=8), c.Spmd()))
-    planned_bytes = memory_of(job.pipe, step_of(job))[0]
+    planned_bytes = memory_of(job.pipe, steps_of(job))[0]
     assert planned_bytes["temporaries"] > 0
     assert costs_of(job).in_ticks_bytes(job.pipe.ticks) == total(planned_bytes)
 
@@ -79,9 +79,9 @@ def test_in_lockstep_bytes_equal_the_programs():
 def test_the_plan_keeps_a_cap_on_bytes_with_the_head_counted(executor):
     auto = c.Auto(num_microbatches=8, max_chunks=2)
     free = planned(request(auto, executor))
-    most = max(map(total, memory_of(free.pipe, step_of(free))))
+    most = max(map(total, memory_of(free.pipe, steps_of(free))))
     job = planned(request(replace(auto, max_memory_gib=0.9 * most / GIB), executor))
-    held = max(map(total, memory_of(job.pipe, step_of(job))))
+    held = max(map(total, memory_of(job.pipe, steps_of(job))))
     assert held <= job.choice.held_bytes <= 0.9 * most
     assert job.choice.best.schedule.ranks == job.pipe.schedule.ranks
     costs = costs_of(job).layers(with_bytes=False).on(job.pipe.schedule.rank_of).costs
