@@ -15,6 +15,7 @@ from ppctl.cli.choices import GROUPS, PARTS, SWEEP_PARTS, options, part_of, wron
 from ppctl.cli.text_settings import as_typed
 from ppctl.config import Costs, Mesh
 from ppctl.config.changed_settings import shown
+from ppctl.config.groups.command_settings import HostGroup
 from ppctl.config.groups.data_settings import Part
 from ppctl.config.groups.layout_settings import RankAxes
 from ppctl.errors import ConfigError, suggested
@@ -29,6 +30,7 @@ ASSUMED = "only `ppctl schedule` reads these costs. Leave them out."
 ENTRIES = {
     Part: ("data.parts", "[{path: PATH, weight: 0.7}, {path: PATH}]"),
     RankAxes: ("mesh.ranks", "[{fsdp: 4}, {dp: 2, tp: 2}]"),
+    HostGroup: ("tune.cluster", "[{hosts: 4, hardware: h100}, {hosts: 4, hardware: a100}]"),
 }
 OF_MODELS = f"costs.{Costs.OF_MODELS}"
 
@@ -190,7 +192,9 @@ def _explain_key(error: OmegaConfBaseException, key: str, parsed: list[Override]
     return f"{override.input_line if override else key}: {_reason(error)}{_origin(key, parsed)}"
 
 
-def _explain_entry(error: OmegaConfBaseException, key: str, entry: type[Part | RankAxes]) -> str:
+def _explain_entry(
+    error: OmegaConfBaseException, key: str, entry: type[Part | RankAxes | HostGroup]
+) -> str:
     """Return the message for a setting of an entry of a list. `key` may lack the entry's index."""
     (part, example), name = ENTRIES[entry], key.rpartition(".")[2]
     names = [field.name for field in dataclasses.fields(entry)]

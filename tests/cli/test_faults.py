@@ -86,6 +86,14 @@ FAULTS = [
         "train mesh.ranks=[{fsdp:4},{tpp:2}]",
         "mesh.ranks: tpp is not a setting of an entry. Did you mean tp. .settings: dp, fsdp",
     ),
+    (
+        "tune tune.cluster=[{host:4,hardware:h100}]",
+        "tune.cluster: host is not a setting of an entry. Did you mean hosts",
+    ),
+    (
+        "tune tune.groups=unequal tune.cluster=[{hosts:4}]",
+        r"tune.cluster\[0\].hardware has no value. Use tune.cluster=\[{hosts: 4, hardware: h100}",
+    ),
     ("train optim=zzz", "optim=zzz is not an option of optim. \\(optim: adafactor, adamw, custom"),
     ("train schedule.name=gpipe", "but the choice is schedule=interleaved. Use schedule=gpipe"),
     (
