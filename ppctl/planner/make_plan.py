@@ -334,7 +334,8 @@ def assumptions(job: TrainingJob, *, is_timed: bool) -> tuple[str, ...]:
 
 
 def _speeds(job: TrainingJob, machine: Machine, kernels: Sequence[str]) -> Iterator[str]:
-    speed, shape = machine.speed, job.pipe.meshes.sizes.by_axis
+    speed, meshes = machine.speed, job.pipe.meshes
+    shape = {**meshes.sizes_by_rank[0].by_axis, "pp": meshes.num_ranks}
     large = "matrix products" if speed.cores is None else "large matrix products"
     yield f"{speed.flops_per_s / 1e12:.4g} TFLOP/s in {large}"
     if getattr(job.config.model, "linear_dtype", None) is not None:

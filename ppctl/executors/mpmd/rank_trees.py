@@ -6,8 +6,9 @@ sent to all ranks, one leaf at a time: with several processes only programs of t
 can move them. Leaves of ranks on other processes are None.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -143,55 +144,96 @@ class Division:
         return jax.tree.unflatten(treedef, [one(i, path, a) for i, (path, a) in enumerate(flat)])
 
 
-# arrays of groups of ranks and of the whole mesh, whose devices are those of all groups
+# arrays of groups of ranks, and of all devices
 
 
-def whole_leaf(
-    storage: Mesh, sharding: NamedSharding, parts: Sequence[Any], order: np.ndarray | None
-) -> jax.Array:
-    """Return a leaf on the whole mesh `storage`, with this sharding, by a program of all devices.
+class Held(NamedTuple):
+    """The shape, dtype and sharding of an array on some of the devices."""
 
-    parts: the leaf of each group, or if the group is of other processes its sharded shape. order:
-    the rows of the concatenated parts; None: the parts are equal.
-    """
-    # 1. each device's part, with its place in the leaf of its group; the first copy counts
-    numbers = {device: i for i, device in enumerate(storage.devices.flat)}
-    given, tables = [], []
-    for a in parts[: 1 if order is None else len(parts)]:
-        starts = np.zeros((storage.size, len(a.shape)), np.int32)
-        counts, seen = np.zeros(storage.size, bool), set[tuple[int, ...]]()
-        for device, index in a.sharding.devices_indices_map(a.shape).items():
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: NamedSharding
+
+    @property
+    def part(self) -> tuple[int, ...]:
+        """The shape of a device's part."""
+        return self.sharding.shard_shape(self.shape)
+
+    def places(self, mesh: Mesh) -> tuple[np.ndarray, np.ndarray]:
+        """Return the start of each device's part [devices, dims], and whether it is the first copy.
+
+        mesh: all devices, in their order.
+        """
+        numbers = {device: i for i, device in enumerate(mesh.devices.flat)}
+        starts = np.zeros((mesh.size, len(self.shape)), np.int32)
+        is_first, seen = np.zeros(mesh.size, bool), set[tuple[int, ...]]()
+        for device, index in self.sharding.devices_indices_map(self.shape).items():
             start = tuple(each.start or 0 for each in index)
-            starts[numbers[device]] = start
-            counts[numbers[device]] = start not in seen
+            starts[numbers[device]], is_first[numbers[device]] = start, start not in seen
             seen.add(start)
-        zeros = local_zeros(storage, a.sharding.shard_shape(a.shape), a.dtype)
-        held = local_shards(a) if isinstance(a, jax.Array) else {}
-        given.append(each_its_own(storage, zeros | held))
-        tables.append((a.shape, starts, counts))
-    names = storage.axis_names
-
-    # 2. the sum of all parts on each device
-    def joined(*local: jax.Array) -> jax.Array:
-        me, wholes = jax.lax.axis_index(names), []
-        for part, (shape, starts, counts) in zip(local, tables, strict=True):
-            mine = jnp.where(jnp.asarray(counts)[me], part, jnp.zeros_like(part))
-            place = [*jnp.asarray(starts)[me]]
-            wholes.append(jax.lax.dynamic_update_slice(jnp.zeros(shape, part.dtype), mine, place))
-        wholes = jax.lax.psum(wholes, names)
-        return wholes[0] if order is None else jnp.concatenate(wholes)[order]
-
-    whole = jax.shard_map(joined, mesh=storage, in_specs=P(), out_specs=P(), check_vma=False)
-    return jax.block_until_ready(jax.jit(whole, out_shardings=sharding)(*given))
+        return starts, is_first
 
 
-def rows_of(leaf: jax.Array, rows: np.ndarray | None, to: jax.ShapeDtypeStruct) -> jax.Array:
-    """Return rows (None: all) of a replicated leaf on the devices of `to`; nothing is sent."""
-    assert isinstance(to.sharding, NamedSharding), "a mesh of devices"
-    copies, index = local_shards(leaf), to.sharding.devices_indices_map(to.shape)
-    held = {
-        device: (copies[device] if rows is None else copies[device][rows])[index[device]]
-        for device in index
-        if device in copies
-    }
-    return from_shards(to.shape, to.sharding, held)
+def held(a: Any) -> Held:
+    """Return the traits of an array, or of its sharded shape."""
+    return Held(a.shape, a.dtype, a.sharding)
+
+
+def carried(
+    mesh: Mesh, sources: Sequence[Any], to: Any, rows: tuple[tuple[int, int], ...] | None
+) -> Any:
+    """Return an array of the shape and sharding `to`, by a program of all devices (`mesh`).
+
+    sources: arrays on some of the devices; of other processes' devices, their sharded shapes, as is
+    the result. rows: the (source, its row) of each row of the result; None: the whole first source.
+    A device holds a whole row at a time, besides its parts.
+    """
+    given = []
+    for a in sources:
+        here = local_shards(a) if isinstance(a, jax.Array) else {}
+        given.append(each_its_own(mesh, local_zeros(mesh, held(a).part, a.dtype) | here))
+    move = _carry(mesh, tuple(map(held, sources)), held(to), rows)
+    found = local_shards(jax.block_until_ready(move(*given)))
+    is_here = bool(to.sharding.addressable_devices)
+    return from_shards(to.shape, to.sharding, found) if is_here else to
+
+
+@cache
+def _carry(
+    mesh: Mesh, sources: tuple[Held, ...], to: Held, rows: tuple[tuple[int, int], ...] | None
+) -> Callable[..., jax.Array]:
+    first, names = 0 if rows is None else 1, mesh.axis_names  # dims that count rows
+    origin = np.array([(0, 0)] if rows is None else rows, np.int32)
+    there, part = to.places(mesh)[0], to.part[first:]
+    of_sources = [each.places(mesh) for each in sources]
+
+    def run(*local: jax.Array) -> jax.Array:
+        me = jax.lax.axis_index(names)
+        parts = [a if first else a[None] for a in local]
+
+        def row(i: jax.Array) -> jax.Array:
+            source, number = jnp.asarray(origin)[i]
+            total = jnp.zeros(to.shape[first:], to.dtype)
+            for s, (a, (starts, is_first)) in enumerate(zip(parts, of_sources, strict=True)):
+                start = jnp.asarray(starts)[me]
+                at = number - (start[0] if first else 0)
+                is_here = jnp.asarray(is_first)[me] & (source == s) & (at >= 0) & (at < len(a))
+                piece = a[jnp.clip(at, 0, max(len(a) - 1, 0))] if len(a) else total
+                piece = jnp.where(is_here, piece, jnp.zeros_like(piece))
+                total += jax.lax.dynamic_update_slice(
+                    jnp.zeros_like(total), piece, [*start[first:]]
+                )
+            return jax.lax.psum(total, names)
+
+        def body(i: jax.Array, found: jax.Array) -> jax.Array:
+            start = jnp.asarray(there)[me]
+            cut = jax.lax.dynamic_slice(row(i), [*start[first:]], part)
+            at = i - (start[0] if first else 0)
+            is_here, at = (at >= 0) & (at < len(found)), jnp.clip(at, 0, len(found) - 1)
+            return found.at[at].set(jnp.where(is_here, cut, found[at]))
+
+        blank = jnp.zeros((to.part[0] if first else 1, *part), to.dtype)
+        found = jax.lax.fori_loop(0, len(origin) * bool(len(blank)), body, blank)
+        return found if first else found[0]
+
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))

@@ -9,11 +9,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
 
 from ppctl.executors.model_shapes import Model
-from ppctl.executors.mpmd.rank_trees import Division, rows_of, whole_leaf
+from ppctl.executors.mpmd.rank_trees import Division, carried
 from ppctl.executors.parameter_layout import Layout, is_layer
 from ppctl.executors.rank_meshes import RankGroup, RankMeshes
 from ppctl.model.trainable_parameters import trained_part
@@ -65,22 +63,17 @@ class RankStates:
         """Return the ranks' state from a state in natural order."""
         if len(self.groups) == 1:
             return self._split([self.states.to_staged(state)])
-        leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
-        everywhere = jax.jit(lambda a: a, out_shardings=NamedSharding(self.meshes.storage, P()))
-        wanted = [jax.tree.leaves(of.natural) for of in self.of_groups]
-        found: list[list[jax.Array]] = [[] for _ in self.groups]
-        for i, (path, a) in enumerate(leaves):
-            whole = jax.block_until_ready(everywhere(a))
-            for g, (of, mine) in enumerate(self._groups_here):
-                rows = of.layout.placement.layers if is_layer(path) else None
-                if mine:
-                    found[g].append(jax.block_until_ready(rows_of(whole, rows, wanted[g][i])))
-        return self._split(
-            [
-                of.to_staged(jax.tree.unflatten(treedef, of_group)) if mine else None
-                for of_group, (of, mine) in zip(found, self._groups_here, strict=True)
-            ]
-        )
+        found = []
+        for of, mine in self._groups_here:
+
+            def rows(path: tuple, to: jax.ShapeDtypeStruct, a: jax.Array, of: States = of) -> Any:
+                layers = of.layout.placement.layers.tolist()
+                from_whole = tuple((0, l) for l in layers) if is_layer(path) else None
+                return carried(self.meshes.storage, [a], to, from_whole)
+
+            tree = jax.tree_util.tree_map_with_path(rows, of.natural, state)
+            found.append(of.to_staged(tree) if mine else None)
+        return self._split(found)
 
     @property
     def _groups_here(self) -> list[tuple[States, bool]]:
@@ -123,12 +116,13 @@ class RankStates:
 
     def _merged(self, parts: Sequence[Tree], shapes: Tree) -> Tree:
         """Return the whole tree in natural order from those of several groups."""
-        storage = self.meshes.storage
-        order = np.argsort(np.concatenate([of.layout.placement.layers for of in self.of_groups]))
+        held = [of.layout.placement.layers.tolist() for of in self.of_groups]
+        places = {l: (g, row) for g, layers in enumerate(held) for row, l in enumerate(layers)}
+        rows = tuple(places[l] for l in sorted(places))
 
-        def merge(path: tuple, a: jax.ShapeDtypeStruct, *leaves: Any) -> jax.Array:
-            held = [leaf for leaf in leaves if leaf is not None]
-            return whole_leaf(storage, a.sharding, held, order if is_layer(path) else None)
+        def merge(path: tuple, to: jax.ShapeDtypeStruct, *leaves: Any) -> jax.Array:
+            sources = [leaf for leaf in leaves if leaf is not None]
+            return carried(self.meshes.storage, sources, to, rows if is_layer(path) else None)
 
         return jax.tree_util.tree_map_with_path(merge, shapes, *jax.block_until_ready(parts))
 
