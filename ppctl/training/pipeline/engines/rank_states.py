@@ -72,7 +72,7 @@ class RankStates:
                 return carried(self.meshes.storage, [a], to, from_whole)
 
             tree = jax.tree_util.tree_map_with_path(rows, of.natural, state)
-            found.append(of.to_staged(tree) if mine else None)
+            found.append(jax.block_until_ready(of.to_staged(tree)) if mine else None)
         return self._split(found)
 
     @property
