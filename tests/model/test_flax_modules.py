@@ -240,7 +240,7 @@ def test_wrong_arguments_name_the_call_that_leads_on():
 # --- a stack as a module --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("dropout", [full(0.0), 0.2])
 def test_the_transformer_is_a_module(dropout):
     sizes = {"num_layers": 4, "d_model": WIDTH, "num_heads": 2, "vocab_size": VOCAB}
     stack = ppctl.transformer(**sizes, dtype="float64", dropout=dropout)

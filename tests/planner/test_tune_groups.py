@@ -73,6 +73,7 @@ def test_layers_that_devices_do_not_divide_gain_by_unequal_ranks(capsys, tmp_pat
     assert numbers[3].endswith("rank 2, layers 2: 1 x a100")
 
 
+@pytest.mark.full
 def test_equal_ranks_are_estimated_as_planned():
     groups = found(LLAMA, "hardware=h100 tune.devices=16")
     assert groups.equal is not None
@@ -116,6 +117,7 @@ def test_memory_limits_the_microbatches_in_flight():
     )
 
 
+@pytest.mark.full
 def test_devices_without_a_stage_are_named(capsys):
     words = [*ALPA.split(), "data.batch_size=16", "model.num_layers=1", "tune.devices=3"]
     assert cli.main(["tune", *words, "tune.recipe=null"]) == 0

@@ -24,6 +24,7 @@ from ppctl.planner.search.layout_space import divisors
 from ppctl.planner.search.submesh_costs import Chips, Option, SubmeshCosts, by_axes
 from ppctl.planner.search.tune_layouts import layer_costs, model_of, stage_models, target_of
 from ppctl.planner.search.unequal_groups import Stages, fastest_stages
+from ppctl.schedule.families.registry import BASELINE
 from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.schedule.remat import Remat
 from ppctl.training.pipeline.job import assemble, batch_shapes, open_data
@@ -218,7 +219,7 @@ def _planned(config: Config, layout: GroupLayout) -> PlannedGroups:
         config,
         mesh=Mesh.of(layout.ranks),
         hardware=hardware,
-        schedule=named("1f1b", layout.num_microbatches, 1),
+        schedule=named(BASELINE, layout.num_microbatches, 1),
         partition=Uniform() if is_even else Explicit(layers=[*counts]),
         executor=replace(config.executor, remat=str(layout.remat)),
         tune=Tune(),
