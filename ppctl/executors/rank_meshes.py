@@ -107,7 +107,8 @@ class RankMeshes:
     @property
     def sizes_by_rank(self) -> tuple[MeshSizes, ...]:
         """The sizes of each rank."""
-        return tuple(MeshSizes.of(mesh.shape) for mesh in self.by_rank)
+        sizes = [MeshSizes.of(mesh.shape).only(RANK_AXES) for mesh, _ in self.groups]
+        return tuple(sizes[group] for group in self.group_of)
 
     @property
     def text(self) -> str | None:

@@ -8,9 +8,8 @@ from typing import Annotated, Any, ClassVar
 from ppctl.config import field_checks as checks
 from ppctl.config.field_checks import Count, Natural, Positive, Settings, SomePath
 from ppctl.config.groups.layout_settings import MOST_DEVICES
-from ppctl.config.groups.schedule_settings import MaxChunks, Schedule
+from ppctl.config.groups.schedule_settings import OF_UNEQUAL, MaxChunks, Schedule
 from ppctl.errors import ConfigError
-from ppctl.schedule.families.registry import BASELINE
 from ppctl.schedule.mesh_axes import STAGE_AXES, axes_record
 from ppctl.schedule.remat import Remat
 
@@ -178,12 +177,12 @@ class Tune(
                 f"tune.devices={self.devices} and tune.cluster both state the devices. Leave out "
                 "one of them."
             )
-        families = self.schedules or [BASELINE]
+        families = self.schedules or [OF_UNEQUAL]
         lacking = [
             (f"tune.devices={self.devices}", "one number", isinstance(self.devices, list)),
             (f"tune.measure={self.measure}", "0", self.measure),
             (f"tune.launch={self.launch}", "null", self.launch),
-            (f"tune.schedules={families}", BASELINE, BASELINE not in families),
+            (f"tune.schedules={families}", OF_UNEQUAL, OF_UNEQUAL not in families),
             (f"tune.vocab={self.vocab}", "whole", "whole" not in (self.vocab or ["whole"])),
         ]
         for stated, use, is_wrong in lacking:

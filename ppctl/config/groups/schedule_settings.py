@@ -12,6 +12,7 @@ from ppctl.errors import ConfigError
 from ppctl.schedule.costs import OF_STAGES, check_cost, check_work
 
 VOCAB = ("whole", "parallel")
+OF_UNEQUAL = "1f1b"  # the family of tune.groups=unequal
 MaxChunks = Annotated[int, checks.up_to(64, "each number of chunks is searched")]
 
 

@@ -213,8 +213,8 @@ def targets_of(job: TrainingJob) -> tuple[Target, ...]:
 
 def peak_flops_of(job: TrainingJob) -> float | None:
     """Return the peak FLOP/s of all devices together, the denominator of MFU; None: unknown."""
-    pairs = zip(targets_of(job), job.pipe.meshes.by_rank, strict=True)
-    peaks = [(target.peak_flops, mesh.size / target.number) for target, mesh in pairs]
+    pairs = zip(targets_of(job), job.pipe.meshes.sizes_by_rank, strict=True)
+    peaks = [(target.peak_flops, sizes.num_devices / target.number) for target, sizes in pairs]
     if any(peak is None for peak, _ in peaks):
         return None
     return sum(peak * share for peak, share in peaks if peak is not None)

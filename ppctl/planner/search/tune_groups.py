@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from ppctl.config import AutoHardware, Config, Hardware, Mesh, Mpmd, Tune, Uniform, check
 from ppctl.config.groups.layout_settings import Explicit
+from ppctl.config.groups.schedule_settings import OF_UNEQUAL
 from ppctl.config.schedule_from_config import named
 from ppctl.data.dataset import DataSet
 from ppctl.errors import ConfigError
@@ -24,7 +25,6 @@ from ppctl.planner.search.layout_space import divisors
 from ppctl.planner.search.submesh_costs import Chips, Option, SubmeshCosts, by_axes
 from ppctl.planner.search.tune_layouts import layer_costs, model_of, stage_models, target_of
 from ppctl.planner.search.unequal_groups import Stages, fastest_stages
-from ppctl.schedule.families.registry import BASELINE
 from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.schedule.remat import Remat
 from ppctl.training.pipeline.job import assemble, batch_shapes, open_data
@@ -219,7 +219,7 @@ def _planned(config: Config, layout: GroupLayout) -> PlannedGroups:
         config,
         mesh=Mesh.of(layout.ranks),
         hardware=hardware,
-        schedule=named(BASELINE, layout.num_microbatches, 1),
+        schedule=named(OF_UNEQUAL, layout.num_microbatches, 1),
         partition=Uniform() if is_even else Explicit(layers=[*counts]),
         executor=replace(config.executor, remat=str(layout.remat)),
         tune=Tune(),

@@ -35,7 +35,7 @@ def _discover() -> dict[str, Family]:
 
 
 FAMILIES = _discover()
-BASELINE = "1f1b"  # family for one rank, for ties of equal schedules, and for unequal ranks
+BASELINE = "1f1b"  # family for one rank, and for ties of equal schedules
 
 # names of the families that executor=spmd runs, and of those that it runs in forward-backward ticks
 # (a rank may run an F and a B in one tick)
