@@ -100,6 +100,7 @@ def test_dropout_draws_by_example_on_every_layout(how):
     assert abs(usual[0] - evaluated) > 1e-3, "dropout is on in training only"
 
 
+@pytest.mark.full
 def test_a_network_drops_too():
     found, evaluated = losses_with("network")
     assert abs(found[0] - evaluated) > 1e-3

@@ -82,6 +82,7 @@ def test_equal_ranks_are_estimated_as_planned():
     assert groups.equal.plan.fits
 
 
+@pytest.mark.full
 def test_faster_chips_get_more_layers(tmp_path):
     groups = found(LLAMA, MIXED)
     assert groups.devices == "8 x h100 and 8 x a100"
