@@ -41,7 +41,7 @@ class Part:
     state: dict[Path, Any]  # variables, and arrays that are plain attributes, by path
     trees: dict[Path, nnx.Variable]  # the parameters in `state`
     settings: dict[Path, Any]  # attributes and variables
-    prefix: str  # of paths in the model, for messages, such as blocks/0/
+    prefix: str  # start of paths in messages, such as blocks/0/
     is_stacked: bool  # whether arrays have a leading axis of layers
 
     @classmethod

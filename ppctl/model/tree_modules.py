@@ -30,7 +30,7 @@ class TreeModule(nnx.Module):
     """A module whose attributes are the parts of a tree of parameters, by their names."""
 
     def __init__(self, params: Tree, seed: int):
-        """ConfigError if a parameter has the name of another attribute, all of which exist now."""
+        """Raise ConfigError if a parameter has the name of an attribute that exists by now."""
         self.param_names = tuple(params)
         self.random_stream = nnx.RngStream(wrapped(key_of_seed(seed)), tag="dropout")
         for name, tree in params.items():
@@ -140,7 +140,9 @@ class LinenModule(TreeModule):
 
     def run(self, function: Callable[..., Any], x: Any, *, draws: bool) -> Any:
         """Return function(module, x); draws: whether it has random numbers."""
-        key = self.random_stream() if draws else None  # of all streams: see `linen.Module.make_rng`
+        key = (
+            self.random_stream() if draws else None
+        )  # one key for all streams: `linen.Module.make_rng`
         given = self.variables
         result, state = self.linen_module.apply(given, x, method=function, mutable=True, rngs=key)
         for name, value in sown_scalars(state.get(LOSSES, {})).items():

@@ -1,4 +1,4 @@
-"""Ranks with meshes of their own sizes train like the un-pipelined model, in float64."""
+"""Ranks of unequal sizes train like the un-pipelined model, in float64."""
 
 from functools import cache
 

@@ -105,7 +105,7 @@ def request(seed: int, number: int, directory: Path) -> Request:
 
 
 def _resize_ranks(rng: random.Random, made: Request, sizes: Sizes) -> None:
-    """Give each rank sizes of its own, in a third of the requests; they divide the same batch."""
+    """Draw separate sizes for each rank, in a third of the requests; they divide the same batch."""
     if rng.random() > 1 / 3 or any(word.startswith("mesh=") for word in made.training):
         return
     replicas, axes, ranks = sizes.dp * sizes.fsdp, sizes.axes, []

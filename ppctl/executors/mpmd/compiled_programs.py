@@ -28,6 +28,7 @@ from ppctl.executors.mpmd.program_library import ProgramLibrary
 from ppctl.executors.mpmd.transfers import parts_of
 from ppctl.executors.parameter_layout import without_axes
 from ppctl.executors.rank_meshes import RankMeshes
+from ppctl.model.trainable_parameters import is_none
 
 Tree = Any
 
@@ -99,8 +100,8 @@ class CompiledPrograms:
         group = self.meshes.group_of[entry.rank]
         mesh, form = self.abstract[group], value_kind(entry.reads[0][0]).form
         if form == "shared":
-            pick = lambda a, own: None if a is None else own  # noqa: E731
-            return jax.tree.map(pick, sent, params["embed_head"], is_leaf=lambda a: a is None)
+            pairs = sent, params["embed_head"]
+            return jax.tree.map(lambda a, p: None if a is None else p, *pairs, is_leaf=is_none)
         if form != "activation":
             return _on(mesh, sent)
         x = self.model_of(entry.rank).x
@@ -171,7 +172,8 @@ class CompiledPrograms:
         """Return whether a move is between processes."""
         assert entry.sender is not None, "only moves have a sender"
         sender, receiver = (processes(self.submeshes[r]) for r in (entry.sender, entry.rank))
-        return sender != receiver and len({*sender, *receiver}) > 1
+        is_elsewhere = sender != receiver or self.changes_group(entry)
+        return is_elsewhere and len({*sender, *receiver}) > 1
 
     def crossing(self, entry: PlanEntry, shapes: Mapping[Key, Tree]) -> crossings.Crossing:
         """Return the identity of the program of a move between processes."""

@@ -41,7 +41,7 @@ class Hop(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The rounds in which a leaf moves; in a round a device sends and receives one unit at most."""
+    """The rounds of a leaf's move. A device sends and receives at most one unit in a round."""
 
     rounds: tuple[tuple[Hop, ...], ...]
     num_sent: int = 1  # units in a sender's part

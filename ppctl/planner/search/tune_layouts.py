@@ -178,7 +178,7 @@ def model_of(
     stack = stack.counted(config.costs.expert_imbalance)
     optimizer, _ = make_optimizer(config.optim, config.run.num_steps, stack)
     optimizer = clipped(optimizer, config.optim.clip_norm)
-    if config.optim.ema is not None:  # as many bytes as the average
+    if config.optim.ema is not None:  # this state has the bytes of the average
         optimizer = optax.chain(optimizer, optax.ema(config.optim.ema))
     return stack, optimizer
 

@@ -67,16 +67,26 @@ class TrainingJob:
         """The config with the compute dtype filled in: run.dtype may leave it to the devices."""
         return replace(self.config, run=replace(self.config.run, dtype=str(self.pipe.dtype)))
 
-    @cached_property
+    @property
     def counted_model(self) -> Model:
         """The model with the kernels of the requested hardware, to count FLOPs, not to run."""
         return self.counted_on(0)
 
+    @cached_property
+    def _counted(self) -> dict[tuple[int, str], Model]:
+        """The models of `counted_on` by group of ranks and hardware, made at the first call."""
+        return {}
+
     def counted_on(self, rank: int) -> Model:
         """Return `counted_model` for a rank, with the kernels of the rank's hardware."""
-        imbalance, kind = self.config.costs.expert_imbalance, self.pipe.meshes.device.device_kind
-        other = hardware_of.described_only(self.hardware_of(rank), kind)
-        return model_on(self.pipe, other, self.counted_stack, imbalance, rank)
+        request, meshes = self.hardware_of(rank), self.pipe.meshes
+        key = meshes.group_of[rank], request.name
+        if key not in self._counted:
+            other = hardware_of.described_only(request, meshes.device.device_kind)
+            imbalance = self.config.costs.expert_imbalance
+            of_rank = model_on(self.pipe, other, self.counted_stack, imbalance, rank)
+            self._counted[key] = of_rank
+        return self._counted[key]
 
     def hardware_of(self, rank: int) -> hardware_of.Request:
         """Return the hardware requested for a rank."""

@@ -141,7 +141,10 @@ class PlainModel:
         trained = trained_part(params, trainable)
         if before is None:
             return {"average": trained}
-        mean = lambda a, p: jnp.where(is_applied, ema * a + (1 - ema) * p, a)  # noqa: E731
+
+        def mean(a: jax.Array, p: jax.Array) -> jax.Array:
+            return jnp.where(is_applied, ema * a + (1 - ema) * p, a)
+
         return {"average": jax.tree.map(mean, before["average"], trained)}
 
     def _eval_loss(self, state: Tree) -> float:

@@ -108,7 +108,9 @@ class RankStates:
         of_rank: dict[int, Tree] = {}
         for group, division, tree in zip(self.groups, self.divisions, staged, strict=True):
             if tree is None:
-                of_rank |= {r: jax.tree.map(_none, self.described(r)[0]) for r in group.ranks}
+                of_rank |= {
+                    r: jax.tree.map(lambda _: None, self.described(r)[0]) for r in group.ranks
+                }
             else:
                 split = division.split(jax.block_until_ready(tree))
                 of_rank |= zip(group.ranks, split, strict=True)
@@ -136,7 +138,3 @@ class RankStates:
 def _sharding(shape: jax.ShapeDtypeStruct, leaf: jax.Array | None) -> Any:
     """Return the sharding of a natural leaf; None if no rank of the group holds it."""
     return None if leaf is None else shape.sharding
-
-
-def _none(_: Any) -> None:
-    return None
