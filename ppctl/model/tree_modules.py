@@ -140,9 +140,7 @@ class LinenModule(TreeModule):
 
     def run(self, function: Callable[..., Any], x: Any, *, draws: bool) -> Any:
         """Return function(module, x); draws: whether it has random numbers."""
-        key = (
-            self.random_stream() if draws else None
-        )  # one key for all streams: `linen.Module.make_rng`
+        key = self.random_stream() if draws else None  # one for all streams: `make_rng`
         given = self.variables
         result, state = self.linen_module.apply(given, x, method=function, mutable=True, rngs=key)
         for name, value in sown_scalars(state.get(LOSSES, {})).items():
