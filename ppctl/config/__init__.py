@@ -96,6 +96,11 @@ def _check_chips(hardware: AutoHardware | Hardware, plan: Plan, mesh: Mesh) -> N
             f"hardware.ranks has {len(ranks)} names, but mesh.pp={mesh.pp}. Name the hardware of "
             "each rank."
         )
+    if mesh.ranks and plan.topology is not None:
+        raise ConfigError(
+            f"plan.topology={plan.topology} has equal ranks, but mesh.ranks={mesh.text}. Use "
+            "hardware=NAME, which predicts without a topology, or leave out mesh.ranks."
+        )
     if ranks and plan.topology is not None:
         raise ConfigError(
             f"hardware.ranks={ranks} describes devices, and so does plan.topology={plan.topology}. "

@@ -436,6 +436,14 @@ MIXTURES = [
             r"data.batch_size=32 is not a multiple of schedule.num_microbatches\*lcm\(3, 4\)",
         ),
         (
+            config_with(
+                mesh=c.Mesh(pp=2, ranks=[RankAxes(fsdp=4), RankAxes(dp=2)]),
+                executor=c.Mpmd(),
+                plan=c.Plan(topology="h100:2x3"),
+            ),
+            "plan.topology=h100:2x3 has equal ranks, but mesh.ranks=.{fsdp:4},{dp:2}.. Use",
+        ),
+        (
             config_with(mesh=c.Mesh(1, 4), hardware=c.AutoHardware(ranks=["h100", "a100"])),
             "hardware.ranks has 2 names, but mesh.pp=4. Name the hardware of each rank",
         ),

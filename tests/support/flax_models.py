@@ -169,3 +169,18 @@ def variables(module):
 
 def assert_close(found, wanted):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=TOLERANCE), found, wanted)
+
+
+class Heads(nnx.Module):
+    """Attention of Flax as the blocks, in float64: it computes scores in float32."""
+
+    def __init__(self, rngs):
+        how = {"rngs": rngs, "param_dtype": jnp.float64}
+        self.token = nnx.Embed(16, 16, **how)
+        heads = [nnx.MultiHeadAttention(2, 16, decode=False, **how) for _ in range(2)]
+        self.blocks = nnx.List(heads)
+
+
+def heads_of_flax():
+    parts = {"embed": lambda m, x: m.token(x), "head": lambda m, x: m.token.attend(x)}
+    return ppctl.flax.stack(Heads, **parts, loss=ppctl.flax.next_token_loss)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from support.flax_models import heads_of_flax
 from support.networks import NETWORKS, normal, rows_of, squared_error
 from support.selection import full, full_except
 
@@ -289,13 +289,4 @@ def test_only_casts_of_flax_modules_widen_a_tolerance():
     products = ppctl.transformer(**sizes, linear_dtype="fp8")
     assert rounded_dtype(products, ids, jnp.dtype("float64")) == jnp.float64
 
-    class Gpt(nnx.Module):
-        def __init__(self, rngs):
-            how = {"rngs": rngs, "param_dtype": jnp.float64}
-            self.token = nnx.Embed(16, 16, **how)
-            heads = [nnx.MultiHeadAttention(2, 16, decode=False, **how) for _ in range(2)]
-            self.blocks = nnx.List(heads)
-
-    parts = {"embed": lambda m, x: m.token(x), "head": lambda m, x: m.token.attend(x)}
-    stack = ppctl.flax.stack(Gpt, **parts, loss=ppctl.flax.next_token_loss)
-    assert rounded_dtype(stack, ids, jnp.dtype("float64")) == jnp.float32
+    assert rounded_dtype(heads_of_flax(), ids, jnp.dtype("float64")) == jnp.float32

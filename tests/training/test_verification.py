@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
+from support.flax_models import heads_of_flax
 from support.networks import widths
 
 import ppctl
@@ -50,16 +50,7 @@ def test_arrays_of_a_stack_keep_theirs():
 
 def test_a_gradient_that_cancels_in_a_narrower_dtype_is_rounding():
     """The scores of Flax's attention are float32, and the bias of keys changes no probability."""
-
-    class Heads(nnx.Module):
-        def __init__(self, rngs):
-            how = {"rngs": rngs, "param_dtype": jnp.float64}
-            self.token = nnx.Embed(16, 16, **how)
-            heads = [nnx.MultiHeadAttention(2, 16, decode=False, **how) for _ in range(2)]
-            self.blocks = nnx.List(heads)
-
-    parts = {"embed": lambda m, x: m.token(x), "head": lambda m, x: m.token.attend(x)}
-    stack = ppctl.flax.stack(Heads, **parts, loss=ppctl.flax.next_token_loss)
+    stack = heads_of_flax()
     ids = np.random.default_rng(0).integers(16, size=(16, 9))
     batch = {"inputs": ids[:, :-1], "targets": ids[:, 1:]}
     how = {"batch": batch, "num_microbatches": 4, "dtype": "float64"}

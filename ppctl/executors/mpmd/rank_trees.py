@@ -202,38 +202,40 @@ def carried(
 def _carry(
     mesh: Mesh, sources: tuple[Held, ...], to: Held, rows: tuple[tuple[int, int], ...] | None
 ) -> Callable[..., jax.Array]:
-    first, names = 0 if rows is None else 1, mesh.axis_names  # dims that count rows
-    origin = np.array([(0, 0)] if rows is None else rows, np.int32)
-    there, part = to.places(mesh)[0], to.part[first:]
-    of_sources = [each.places(mesh) for each in sources]
+    # an array without rows has one: itself
+    is_whole, names = rows is None, mesh.axis_names
+    origin = np.array(rows or [(0, 0)] * is_whole, np.int32).reshape(-1, 2)
+    lead = ((0, 0), (is_whole, 0))
+    there = np.pad(to.places(mesh)[0], lead)
+    places = [each.places(mesh) for each in sources]
+    of_sources = [(np.pad(starts, lead), is_first) for starts, is_first in places]
+    (_, *of_row), (number, *part) = ((1,) * is_whole + shape for shape in (to.shape, to.part))
+
+    def row(i: jax.Array, parts: Sequence[jax.Array]) -> jax.Array:
+        me, (source, at) = jax.lax.axis_index(names), jnp.asarray(origin)[i]
+        total = jnp.zeros(of_row, to.dtype)
+        for s, (a, (starts, is_first)) in enumerate(zip(parts, of_sources, strict=True)):
+            if not len(a):
+                continue
+            start, *place = jnp.asarray(starts)[me]
+            is_here = jnp.asarray(is_first)[me] & (source == s) & (at >= start)
+            is_here &= at < start + len(a)
+            piece = a[jnp.clip(at - start, 0, len(a) - 1)]
+            piece = jnp.where(is_here, piece, jnp.zeros_like(piece))
+            total += jax.lax.dynamic_update_slice(jnp.zeros_like(total), piece, place)
+        return jax.lax.psum(total, names)
 
     def run(*local: jax.Array) -> jax.Array:
-        me = jax.lax.axis_index(names)
-        parts = [a if first else a[None] for a in local]
-
-        def row(i: jax.Array) -> jax.Array:
-            source, number = jnp.asarray(origin)[i]
-            total = jnp.zeros(to.shape[first:], to.dtype)
-            for s, (a, (starts, is_first)) in enumerate(zip(parts, of_sources, strict=True)):
-                start = jnp.asarray(starts)[me]
-                at = number - (start[0] if first else 0)
-                is_here = jnp.asarray(is_first)[me] & (source == s) & (at >= 0) & (at < len(a))
-                piece = a[jnp.clip(at, 0, max(len(a) - 1, 0))] if len(a) else total
-                piece = jnp.where(is_here, piece, jnp.zeros_like(piece))
-                total += jax.lax.dynamic_update_slice(
-                    jnp.zeros_like(total), piece, [*start[first:]]
-                )
-            return jax.lax.psum(total, names)
+        parts = [a[None] if is_whole else a for a in local]
+        start, *place = jnp.asarray(there)[jax.lax.axis_index(names)]
 
         def body(i: jax.Array, found: jax.Array) -> jax.Array:
-            start = jnp.asarray(there)[me]
-            cut = jax.lax.dynamic_slice(row(i), [*start[first:]], part)
-            at = i - (start[0] if first else 0)
-            is_here, at = (at >= 0) & (at < len(found)), jnp.clip(at, 0, len(found) - 1)
+            cut = jax.lax.dynamic_slice(row(i, parts), place, part)
+            is_here, at = (i >= start) & (i < start + number), jnp.clip(i - start, 0, number - 1)
             return found.at[at].set(jnp.where(is_here, cut, found[at]))
 
-        blank = jnp.zeros((to.part[0] if first else 1, *part), to.dtype)
-        found = jax.lax.fori_loop(0, len(origin) * bool(len(blank)), body, blank)
-        return found if first else found[0]
+        blank = jnp.zeros((number, *part), to.dtype)
+        found = jax.lax.fori_loop(0, len(origin), body, blank) if number else blank
+        return found[0] if is_whole else found
 
     return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))

@@ -22,7 +22,7 @@ from ppctl.config.groups.layout_settings import Balanced, Explicit
 from ppctl.config.schedule_from_config import Planned, pipeline_of, trained_share
 from ppctl.data import DataSet, mixture, regression, stdlib, synthetic, text, tokens
 from ppctl.data.dataset import with_held_out
-from ppctl.errors import ConfigError, DataError, as_setting, written_as
+from ppctl.errors import DataError, as_setting, written_as
 from ppctl.executors.described_devices import check_gpu_shape, check_size, described_mesh
 from ppctl.executors.device_mesh import all_devices, check_hosts, repeated_mesh
 from ppctl.executors.model_shapes import Model, tree_bytes
@@ -173,11 +173,6 @@ def _mesh_of(config: Config, *, on_one_device: bool) -> Mesh | RankMeshes:
         return repeated_mesh(sizes)
     if topology is None:
         return mesh_of_settings(config.mesh)
-    if config.mesh.ranks:
-        raise ConfigError(
-            f"plan.topology={topology} has equal ranks, but mesh.ranks={config.mesh.text}. Use "
-            "hardware=NAME, which predicts without a topology, or leave out mesh.ranks."
-        )
     gpu = hardware_of.gpu_target(hardware_of.of_topology(config.hardware, topology))
     if not plan.only_predicts_topology:
         return described_mesh(sizes, topology, gpu, hardware_of.gpu_names(), order)
