@@ -12,7 +12,7 @@ from support.cuda_plugin import needs_cuda_plugin
 import ppctl
 from ppctl import config
 from ppctl.errors import ConfigError
-from ppctl.executors.device_mesh import hosts_text, laid_out, mesh_of
+from ppctl.executors.device_mesh import hosts_text, in_order, laid_out, mesh_of
 from ppctl.executors.hlo_text import collectives
 from ppctl.schedule.mesh_axes import AXES, MeshSizes
 from ppctl.training.pipeline.job import assemble
@@ -63,6 +63,20 @@ def test_axes_go_over_hosts_in_their_order(hosts, shape, order, over):
     assert sorted(ids(found).flat) == list(range(len(devices)))
     assert tuple(num_hosts_along(found).values()) == (*over, 1, 1, 1)
     assert prod(over) == hosts[0]
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 3, "tp": 2}, {"fsdp": 6}])
+def test_a_rank_takes_devices_in_order_also_of_two_hosts(sizes):
+    devices = gpus(2, 4)[2:]  # two devices of the first host, four of the second
+    rank = MeshSizes(**sizes)
+    found = in_order(devices, rank)
+    assert ids(found).ravel().tolist() == [*range(2, 8)]
+    assert num_hosts_along(found)["tp"] == 1
+
+
+def test_a_rank_whose_tp_would_span_hosts_is_refused():
+    with pytest.raises(ConfigError, match="A rank would take 2 and 4 devices of hosts, but tp = 3"):
+        in_order(gpus(2, 4)[2:], MeshSizes(dp=2, tp=3))
 
 
 def test_neighbours_of_a_host_are_along_the_last_axis_of_the_order():

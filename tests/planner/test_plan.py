@@ -13,13 +13,14 @@ from support.selection import full, full_except
 
 from ppctl import cli, config
 from ppctl.cli.commands.plan import plan as run_plan
-from ppctl.config.groups.layout_settings import Balanced, Explicit
+from ppctl.config.groups.layout_settings import Balanced, Explicit, RankAxes
 from ppctl.executors.model_shapes import shard_bytes, tree_bytes
 from ppctl.planner import make_plan as plan
 from ppctl.planner.show.plan_terminal import costs_text, plan_lines, show_plan
 from ppctl.reports.terminal_output import seconds_text
 from ppctl.training.pipeline.engines.step_programs import PARTS
 from ppctl.training.pipeline.job import assemble, partition_text
+from ppctl.training.pipeline.known_hardware import known
 
 COMPILE = config.Plan(compile=True)
 WIDE = config.MLP(num_layers=4, d_model=512)  # its activations are larger than its table of ticks
@@ -327,3 +328,30 @@ def test_a_plan_without_compilation_has_no_limit_on_devices(capsys):
     assert found["step_time_s"] > 0
     numbers = [number for stage in found["stages"][:16] for number in stage["devices"]]
     assert sorted(numbers) == [*range(16384)]
+
+
+# --- ranks that differ ----------------------------------------------------------------------------
+
+
+def test_ranks_that_differ_have_separate_devices_seconds_and_limits(capsys):
+    ranks = [RankAxes(fsdp=4), RankAxes(dp=2, ranks="1-2")]
+    mesh, chips = config.Mesh(pp=3, ranks=ranks), config.AutoHardware(ranks=["h100", "h100", "v5e"])
+    parts = {"executor": config.Mpmd(remat="layer"), "data": config.Regression(batch_size=32)}
+    asked = replace(TINY, mesh=mesh, hardware=chips, **parts)
+    found, out = said_of(asked, capsys)
+    places = [stage.place for stage in found.stages]
+    assert places == ["4 x h100, fsdp=4", "2 x h100, dp=2", "2 x v5e, dp=2"]
+    assert [stage.devices for stage in found.stages] == [(0, 1, 2, 3), (4, 5), (6, 7)]
+    assert all(place in out for place in places)
+    assert "6 x h100 and 2 x v5e (described)" in out
+    # each rank takes the seconds and bytes that it takes if all have its chip
+    for rank, name in enumerate(chips.ranks):
+        alike = planned(replace(asked, hardware=known()[name]))
+        assert found.stages[rank].backward_s == alike.stages[rank].backward_s
+        assert found.memory_bytes[rank] == alike.memory_bytes[rank]
+    assert len({stage.backward_s for stage in found.stages}) == 3
+    assert found.fullest_rank == 2  # of 16 GiB a device
+    assert "hardware=v5e" in out.splitlines()[-1]
+    # fsdp=4 divides the state of rank 0; it has two layers, the others have one
+    states = [sizes["parameters"] for sizes in found.memory_bytes]
+    assert states[0] < states[1]
